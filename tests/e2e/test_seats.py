@@ -158,9 +158,18 @@ def test_text_is_that_of_the_engine_that_waits(engines: Engines, method: str, ru
     engines.ahead.check_integrity()
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "block"])
-@pytest.mark.parametrize("method", TREES)
-@pytest.mark.parametrize("shape", ["forests", "growing"])
+@pytest.mark.parametrize(
+    ("shape", "method", "rule"),
+    [
+        *(("forests", method, rule) for method in TREES for rule in RULES),
+        *(("growing", method, rule) for method in TREES for rule in ("coupled", "rejection")),
+        *(
+            pytest.param("growing", method, rule, marks=pytest.mark.slow)
+            for method in TREES
+            for rule in ("greedy", "block")
+        ),
+    ],
+)
 def test_trees_stay_on_the_device(request: pytest.FixtureRequest, shape: str, method: str, rule: str) -> None:
     """The text of the engine that waits, by the same drafts; nobody ever decodes in an ordinary step."""
     forests: Engines = request.getfixturevalue(shape)

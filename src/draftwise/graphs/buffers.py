@@ -129,8 +129,8 @@ class PassBuffers:
         self._device.copy_(self._host)
 
     def take_over(self, tables: Tensor) -> None:
-        """On the device: what the host said of first keys is gone, and these are the block tables. Behind a request's own
-        blocks they may name scratch blocks of another storage; here the spare one stands for them.
+        """On the device: what the host said of first keys is gone, and these are the block tables. Behind a request's
+        own blocks they may name scratch blocks of another storage; here the spare one stands for them.
 
         Args:
             tables: [>= requests, >= blocks, or fewer] int32.
