@@ -214,6 +214,35 @@ def test_trees_stay_on_the_device(request: pytest.FixtureRequest, shape: str, me
         llm.check_integrity()
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "early_exit"])
+def test_nodes_that_are_not_verified_go_to_scratch_blocks(forests: Engines, method: str) -> None:
+    """Trees of three nodes, of eight that are fed: more than a plan has room for. Nobody writes into another's: drafts,
+    and with them the numbers of those accepted, are what they are in the engine that waits."""
+    (entry,) = (e for e in forests.chosen if e["method"] == method)
+    entry = {k: v for k, v in entry.items() if k != "speculative_token_tree"}
+    entry |= {"speculative_dynamic_tree": {"top_k": 4, "depth": 3}, "num_speculative_tokens": 3}
+    options = {"enable_prefix_caching": False, "max_num_seqs": 8, "speculative_config": entry}
+    params = params_of("coupled", method, max_tokens=24)
+    counts = []
+    for ahead in (False, True):
+        with forests.make(async_scheduling=ahead, **options) as llm:
+            done = llm.generate(forests.prompts, params)
+            counts.append(
+                [
+                    (
+                        o.outputs[0].token_ids,
+                        o.metrics.speculation.num_accepted_tokens,
+                        o.metrics.speculation.num_draft_tokens,
+                    )
+                    for o in done
+                ]
+            )
+            if ahead:
+                assert seats(llm).num_entered >= len(params)
+            llm.check_integrity()
+    assert counts[0] == counts[1] and sum(count[1] for count in counts[0]) > 20
+
+
 def test_whoever_drafts_when_it_pays_has_a_seat_all_the_same(engines: Engines) -> None:
     """Adaptive control, as by default: requests begin and cease to draft, and change their seats for that."""
     methods = ["eagle3", "draft_model", "ngram", "medusa", "eagle3", "mtp", "none", "suffix"]
