@@ -13,7 +13,17 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_kernel
 
 from draftwise.kernels.triton.availability import LAUNCH
-from draftwise.kernels.triton.device import attention, draws, inputs, linear, lookup, rows, seats, verify
+from draftwise.kernels.triton.device import (
+    attention,
+    draws,
+    inputs,
+    linear,
+    lookup,
+    rates,
+    rows,
+    seats,
+    verify,
+)
 
 CAPABILITIES = (80, 90)
 READS_FP8 = 89
@@ -258,7 +268,7 @@ def seat_steps() -> None:
         build(seats.keep_drafts, f"{'*i64 ' * 7} {'i32 ' * 7}", DYNAMIC=dynamic, BLOCK=8)
     for sampled in (False, True):
         build(
-            seats.keep_at_rates,
+            rates.keep_at_rates,
             "*i64 *i32 *fp64 *fp32 *i32 *i64 *fp64 *i32 i32 i32 i32 i32",
             SAMPLED=sampled,
             PARTS_PAD=16,

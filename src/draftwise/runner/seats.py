@@ -36,6 +36,7 @@ from draftwise.graphs.seats.texts import PAST, output_of
 from draftwise.propose.base import Proposer
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.rows import Row
+from draftwise.runner.seat_entry import Scratch, entering
 from draftwise.runner.seat_results import Flight, Member, record
 from draftwise.runner.seating import Seating
 from draftwise.types import EMPTY_PROPOSAL, IntArray, RowPlan, RowResult, StepPlan
@@ -95,8 +96,7 @@ class Seats:
             rates=seating.rates,
             num_sources=len(seating.drafters),
         )
-        self._spare = range(spare_block, spare_block + 1)
-        self._scratch = {method: list(drafter.scratch) for method, drafter in seating.drafters.items()}
+        self._scratch = Scratch(spare_block, seating.drafters)
         self._members: dict[int, Member] = {}
         self._free = list(range(self._count - 1, -1, -1))
         self._fresh: dict[int, int] = {}  # numbers of the first pages that the coming plan adds, by request
@@ -185,8 +185,7 @@ class Seats:
     def _free_seat(self, rid: int) -> None:
         member = self._members.pop(rid)
         self._free.append(member.seat)
-        if member.scratch is not self._spare:
-            self._scratch[member.way.method].append(member.scratch)
+        self._scratch.give_back(member.way.method, member.scratch)
 
     def arriving(self, plan: StepPlan) -> list[RowPlan]:
         """Free the seats of requests that are gone. Returns the requests at the end of a prompt, which take a seat
@@ -235,32 +234,27 @@ class Seats:
     def take(self, plan: StepPlan) -> list[RowPlan]:
         """The requests with a seat in the coming step; call it after `arriving`. Others take seats now, if they
         can."""
-        entering: list[tuple[int, Entering]] = []
+        coming: list[tuple[int, Entering]] = []
         taking: list[RowPlan] = []
         for planned in plan.rows:
             member = self._members.get(planned.rid)
             if member is None:
-                member = self._enter(planned, entering)
+                member = self._enter(planned, coming)
             if member is not None:
                 taking.append(planned)
         self._close_up()
         if taking:  # a launch follows
-            self._steps.enter([(self._members[rid].seat, new) for rid, new in entering], self._outputs)
+            self._steps.enter([(self._members[rid].seat, new) for rid, new in coming], self._outputs)
             self._outputs = []
         return taking
 
-    def _enter(self, planned: RowPlan, entering: list[tuple[int, Entering]]) -> Member | None:
+    def _enter(self, planned: RowPlan, coming: list[tuple[int, Entering]]) -> Member | None:
         row, seating = self._rows[planned.rid], self._seating
         way = seating.of(row, planned) if self._free and planned.num_new == 1 else None
-        if way is None or (way.method, way.kind) in self._without:
+        if way is None or (way.method, way.kind) in self._without or not self._scratch.has(way.method):
             return None
         place = seating.place_of(way.method, row)
         seated = seating.drafters.get(way.method)
-        scratch = self._spare
-        if seated is not None and seated.scratch:
-            if not self._scratch[way.method]:
-                return None
-            scratch = self._scratch[way.method][-1]
         if place is None or (seated is not None and not seated.prepare([row])):
             return None
         proposal, row.proposal = row.proposal, EMPTY_PROPOSAL
@@ -268,37 +262,19 @@ class Seats:
         if source and seated is not None:
             self._steps.open_source(source, seated.draws)
         self._free.sort(reverse=True)
-        if scratch is not self._spare:
-            self._scratch[way.method].pop()
         member = Member(
-            row,
-            self._free.pop(),
-            way,
-            proposal.tokens,
-            proposal.parents,
-            source,
-            place.fed,
-            proposal,
-            scratch,
-        )
-        self._members[row.rid] = member
-        new = Entering(
-            known=row.num_tokens,
-            root=int(row.tokens_np[row.num_tokens - 1]),
+            row=row,
+            seat=self._free.pop(),
+            way=way,
             drafts=proposal.tokens,
             parents=proposal.parents,
-            fed=place.fed,
-            stored=place.stored,
-            first_key=place.first_key,
-            rule=way.rule,
-            sampling=row.state,
-            blocks_np=row.blocks_np,
-            scratch=scratch,
             source=source,
-            q=None if proposal.q is None else seating.distributions_of(way.method, proposal),
-            text_np=row.tokens_np[: row.num_tokens] if way.method in seating.look_ups else None,
+            fed=place.fed,
+            before=proposal,
+            scratch=self._scratch.take(way.method),
         )
-        entering.append((row.rid, new))
+        self._members[row.rid] = member
+        coming.append((row.rid, entering(member, place, seating)))
         self.num_entered += 1
         return member
 

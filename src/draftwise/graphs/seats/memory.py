@@ -134,7 +134,7 @@ class SeatMemory:
         packed = torch.zeros((limits.seats + 1, 2 * limits.drafts + 2), dtype=torch.int32, device=device)
         self.walk = Walk(packed, limits.drafts)
         self.numbers = torch.arange(limits.seats, device=device)
-        self.walk_places = torch.arange(limits.drafts, device=device)
+        self.draft_places = torch.arange(limits.drafts, device=device)
         self.q: dict[int, Tensor] = {}
         """[S, draws, V] float32 over the target's vocabulary, by number of the source: what drafts were drawn from."""
 
@@ -155,7 +155,7 @@ class SeatMemory:
 
     def branched(self, count: int) -> Tensor:
         """[R] whether the drafts that are verified of the first R seats are anything but a chain."""
-        parents, draft = self.forms_of(count)[:, 2, 1:], self.walk_places
+        parents, draft = self.forms_of(count)[:, 2, 1:], self.draft_places
         return ((parents != draft - 1) & (draft < self.now[:count, 1:])).any(1)
 
     def committed_rows(self, count: int, width: int) -> Tensor:

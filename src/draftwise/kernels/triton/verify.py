@@ -217,7 +217,7 @@ def keep_at_rates(
         rates: [n] float64, see `verify.rates`.
         sampled: the last token is drawn from softmax(logits), else it is the most likely one.
     """
-    from draftwise.kernels.triton.device import seats as device
+    from draftwise.kernels.triton.device import rates as device
     from draftwise.kernels.triton.device import verify as choice
 
     count, nodes, vocab = members.shape[0], batch.num_nodes, logits.shape[1]
