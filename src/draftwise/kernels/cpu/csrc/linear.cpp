@@ -354,15 +354,30 @@ static bool one_row_as_it_is(const LinearKernels& kernels, const LinearCall* cal
          w.inputs == w.units * k_per_unit(w.format) && !is_dynamic(w.format) && !is_grouped(w.format);
 }
 
+// Into how many tasks a product is cut: more than there are threads, so that one that was interrupted does not hold up the rest, but
+// of so even sizes that nobody waits at the end: panels are not cut.
+// Example: 8 panels, 2 threads, weights for 7 tasks. Seven would be six of one panel and one of two, and with the last one a thread
+// has 5 panels, the other 3. Six are no better: 2 * 3 = 6 at worst. Four tasks of two panels are 4 and 4.
+static int64_t tasks_of(const Linear& w, int64_t rows, int64_t threads) {
+  const int64_t bytes = w.panels * w.panel_bytes();
+  int64_t most = std::min<int64_t>(bytes / kTaskBytes, threads * 8);
+  if (most < threads) most = rows * bytes >= 4 * kTaskBytes ? threads : most;
+  most = std::clamp<int64_t>(most, 1, w.panels);
+  if (most < threads) return most;
+  const auto longest = [&](int64_t tasks) { return (w.panels + tasks - 1) / tasks * (tasks / threads); };  // panels of a thread
+  int64_t best = threads;
+  for (int64_t tasks = most / threads * threads; tasks > threads; tasks -= threads) {
+    if (longest(tasks) * threads * 10 <= w.panels * 11) return tasks;
+    if (longest(tasks) < longest(best)) best = tasks;
+  }
+  return best;
+}
+
 void linear_run(Pool* pool, const LinearCall* call) {
   const Linear& w = *call->weights;
   if (call->rows <= 0) return;
   const LinearKernels& kernels = linear_kernels();
-  int64_t bytes = w.panels * w.panel_bytes();
-  // more tasks than threads, so that a thread that was interrupted does not hold up the rest
-  int64_t tasks = std::min<int64_t>(bytes / kTaskBytes, pool_threads(pool) * 8);
-  if (tasks < pool_threads(pool)) tasks = call->rows * bytes >= 4 * kTaskBytes ? pool_threads(pool) : tasks;
-  tasks = std::clamp<int64_t>(tasks, 1, w.panels);
+  const int64_t tasks = tasks_of(w, call->rows, pool_threads(pool));
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, int(tasks),
             Tiles(call->rows, kernels.tile_rows[w.format]), nullptr, pool_threads(pool)};
   if (one_row_as_it_is(kernels, call)) {
