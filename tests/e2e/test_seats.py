@@ -88,30 +88,29 @@ def graphs() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def engines(graphs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    made = Engines(tmp_path_factory.mktemp("seats"))
+def made_of(shape: str, folders: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Engines whose drafters draft so, closed behind the tests."""
+    made = Engines(folders.mktemp(shape), **({} if shape == "chain" else SHAPES[shape]))
     yield made
     made.waiting.close()
     made.ahead.close()
+
+
+@pytest.fixture(scope="module")
+def engines(graphs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    yield from made_of("chain", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def forests(graphs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Engines whose drafters draft static trees."""
-    made = Engines(tmp_path_factory.mktemp("forests"), **SHAPES["static"])
-    yield made
-    made.waiting.close()
-    made.ahead.close()
+    yield from made_of("static", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def growing(graphs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Engines whose drafters draft dynamic trees."""
-    made = Engines(tmp_path_factory.mktemp("growing"), **SHAPES["dynamic"])
-    yield made
-    made.waiting.close()
-    made.ahead.close()
+    yield from made_of("dynamic", tmp_path_factory)
 
 
 def seats(llm: LLM) -> Seats:

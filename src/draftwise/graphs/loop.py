@@ -46,7 +46,7 @@ class LoopSeats(NamedTuple):
     q: Tensor | None  # [R, draws, Vd] float32; None: nothing is drawn from it
     reach: Tensor  # [levels + 1] int64, leading drafts or candidates that are on no more than so many levels
     form: Tensor | None = (
-        None  # [R, 3, steps + 1] int64, of dynamic trees: left behind, see `SeatMemory.set_form`
+        None  # [R, 3, steps + 1] int64, left behind of dynamic trees: see `seats.memory.form_of`
     )
 
 

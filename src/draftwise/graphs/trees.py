@@ -49,7 +49,7 @@ class Candidates(NamedTuple):
             count: see above.
             tokens: [R, n] int64, written.
             form: [R, 3, n + 1] int64, written: depths, ancestors and parents of the root and these, as
-                `SeatMemory.set_form` has them. Behind the first ``count`` nothing has a meaning.
+                `seats.memory.form_of` has them. Behind the first ``count`` nothing has a meaning.
 
         Example: candidates 5 and 7 below the root, 2 and 3 below 5, of scores -1, -3, -1.5, -4: 5, 2, 7, 3, whose
         parents are -1, 0, -1, 0 and whose ancestors, with the root's 1, are 3, 7, 9, 19.

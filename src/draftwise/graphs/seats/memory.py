@@ -98,7 +98,7 @@ class SeatMemory:
     what it commits (the last one is nobody's); ``answer`` [S, 6 + 4 K + 1] int64, what the host is told; ``text``
     [S, tokens of a table + 1] int32, all known tokens of whoever looks up in them; ``past`` [P] int32, outputs of
     requests that have ended, with -1 behind each; ``forms`` [loops + 1 + S, 5, K + 1] int64, how the drafts of a loop
-    stand below a root: see `set_form`. ``own_forms`` are its last S ones, of the dynamic trees of seats.
+    stand below a root: see `form_of`. ``own_forms`` are its last S ones, of the dynamic trees of seats.
 
     Every word has one writer: ``told`` the copy of a launch; ``state``, ``tables``, ``text`` and ``q`` the kernels of a
     step, and the host for a request that enters, between two steps; ``forms`` the host, once; ``own_forms`` as

@@ -25,7 +25,7 @@ class SeatedHead(SeatedDrafter):
         sample_method: DraftSampleMethod,
         passes: HeadPasses,
         states: dict[int, HeadState],
-        scratch: Sequence[range] = (),
+        scratch: Sequence[range],
     ) -> None:
         """``states``: the proposer's, by request."""
         super().__init__(loops, max_len, sample_method, scratch)

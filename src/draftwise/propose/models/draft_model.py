@@ -8,7 +8,6 @@ from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.propose.base import ProposerContext
 from draftwise.propose.models.parallel import ParallelDraftProposer
 from draftwise.propose.models.proposer import ModelProposer
-from draftwise.propose.models.seated import seated_model
 
 
 class DraftModelProposer(ModelProposer):
@@ -23,14 +22,4 @@ class DraftModelProposer(ModelProposer):
         return super().create(context)
 
     def seated(self) -> SeatedDrafter | None:
-        if self._carried is not None:
-            return None
-        assert self._storage is not None, "allocate comes first"
-        return seated_model(
-            self._model,
-            self._storage,
-            self._max_len,
-            self._sample_method,
-            self._block_size,
-            self._scratch.seats,
-        )
+        return None if self._carried is not None else self._seated_model()

@@ -14,7 +14,6 @@ from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.columns import DraftColumns
 from draftwise.propose.models.proposer import ModelProposer
-from draftwise.propose.models.seated import seated_model
 
 
 def default_num_layers(num_layers: int) -> int:
@@ -103,12 +102,4 @@ class EarlyExitProposer(ModelProposer):
             self._model.prepare(storage)
 
     def seated(self) -> SeatedDrafter | None:
-        assert self._storage is not None, "allocate comes first"
-        return seated_model(
-            self._model,
-            self._storage,
-            self._max_len,
-            self._sample_method,
-            self._block_size,
-            self._scratch.seats,
-        )
+        return self._seated_model()

@@ -8,6 +8,8 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.graphs.seats.drafter import seat_loops
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input, last_rows, pack_places, pack_spans
 from draftwise.propose.base import DraftRow, ProposerContext
@@ -33,6 +35,7 @@ from draftwise.propose.columns import (
 )
 from draftwise.propose.models.loading import load_draft_model
 from draftwise.propose.models.passes import CATCH_UP_ROWS, ModelDraft, ModelPasses
+from draftwise.propose.models.seated import SeatedModel
 from draftwise.propose.trees.expansion import draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeTask
 from draftwise.propose.trees.native import (
@@ -377,3 +380,20 @@ class ModelProposer(ModelPasses, ColumnDrafter):
         if [row.rid for row in rows] != list(looped):
             return None
         return list(looped.values()), [self._loop_stored] * len(rows)
+
+    def _seated_model(self) -> SeatedModel | None:
+        """The model's part; None: nothing is captured of it."""
+        model = self._model
+        loops = seat_loops(model.loops) if isinstance(model, GraphedDecoder) else ()
+        if not loops:
+            return None
+        assert self._storage is not None, "allocate comes first"
+        return SeatedModel(
+            loops,
+            self._max_len,
+            self._sample_method,
+            model,
+            self._storage,
+            self._block_size,
+            self._scratch.seats,
+        )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.loop import DraftLoop
-from draftwise.graphs.seats.drafter import Place, SeatedDrafter, seat_loops
+from draftwise.graphs.seats.drafter import Place, SeatedDrafter
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
@@ -29,7 +28,7 @@ class SeatedModel(SeatedDrafter):
         model: DecoderModel,
         storage: KVStorage,
         block_size: int,
-        scratch: Sequence[range] = (),
+        scratch: Sequence[range],
     ) -> None:
         super().__init__(loops, max_len, sample_method, scratch)
         assert storage.spare_slot is not None
@@ -61,18 +60,3 @@ class SeatedModel(SeatedDrafter):
 
     def went_on(self, rid: int, fed: int, drafts: int) -> tuple[int, int]:
         return fed, max(drafts - 1, 0) if self.plan is None else 0
-
-
-def seated_model(
-    model: DecoderModel,
-    storage: KVStorage,
-    max_len: int,
-    sample_method: DraftSampleMethod,
-    block_size: int,
-    scratch: Sequence[range] = (),
-) -> SeatedModel | None:
-    """A model's part; None: nothing is captured of it."""
-    loops = seat_loops(model.loops) if isinstance(model, GraphedDecoder) else ()
-    if not loops:
-        return None
-    return SeatedModel(loops, max_len, sample_method, model, storage, block_size, scratch)
