@@ -5,7 +5,6 @@ to capture whatever would read a value on the host."""
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -588,54 +587,3 @@ def test_a_drafter_that_cannot_say_whether_it_takes_part_does_not(
         outputs = llm.generate(engines.prompts, params)
         assert token_ids(outputs) == wanted and outputs[0].metrics.speculation.num_drafts > 1
         assert llm.stats().drafter_failures == {"draft_model.seated": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "seed"), [*(("engines", i) for i in range(6)), *(("forests", i) for i in range(4))]
-)
-def test_whatever_comes(request: pytest.FixtureRequest, family: str, seed: int) -> None:
-    """Random requests, shared prefixes and tight caches in random engines: the text of plain decoding."""
-    engines: Engines = request.getfixturevalue(family)
-    rng = random.Random(seed)
-    size = rng.choice([2, 4, 8])
-    options: dict[str, Any] = {
-        "block_size": size,
-        "num_kv_blocks": rng.choice([26, 34, 60]) * 4 // size,
-        "max_num_seqs": rng.choice([3, 4, 6]),
-        "max_num_batched_tokens": rng.choice([20, 33, 64]),
-    }
-    with engines.make(async_scheduling=True, **options) as llm:
-        core = llm._engine.core  # type: ignore[union-attr]
-        found = seats(llm)
-        if seed % 2:
-            assert isinstance(core.executor, ThreadedExecutor)
-            core.executor = LateExecutor(core.executor.inner)
-        for batch in range(3):
-            shared = [rng.randrange(VOCAB) for _ in range(20)]
-            prompts = []
-            params = []
-            method = rng.choice(METHODS[1:] if family == "engines" else TREES)
-            for i in range(10):
-                own = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 8))]
-                prompts.append({"prompt_token_ids": shared[: rng.randrange(20)] + own})
-                speculation: dict[str, Any] = {"method": method}
-                if family == "engines":
-                    speculation["num_speculative_tokens"] = rng.choice([3, 3, 2])
-                elif batch == 1:
-                    speculation["rule"] = "coupled"
-                params.append(
-                    SamplingParams(
-                        temperature=0.8 if batch == 1 else 0.0,
-                        max_tokens=rng.randrange(2, 24),
-                        ignore_eos=True,
-                        seed=i,
-                        stop_token_ids=(rng.randrange(VOCAB),) if rng.random() < 0.3 else (),
-                        speculation=speculation if rng.random() < 0.85 else {"method": "none"},
-                    )
-                )
-            plain = [p.replace(speculation={"method": "none"}) for p in params]
-            wanted = token_ids(engines.waiting.generate(prompts, plain))
-            assert token_ids(llm.generate(prompts, params)) == wanted
-            llm.check_integrity()
-        assert found.num_steps > 0

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
 
 from tests.fakes.fuzz.check import References, check_run
 from tests.fakes.fuzz.drive import run_case
+from tests.fakes.fuzz.faults import SEATED as FAULTS
 from tests.fakes.fuzz.seated import SEATED, TREES, make_seated_case, pretended_device
 from tests.fakes.fuzz.world import make_world
 
@@ -24,6 +25,10 @@ VARIABLE = "DRAFTWISE_SEATS_SEEDS"
 ALWAYS = 16
 """Cases of every run."""
 SLOW = 400
+AHEAD = 33
+"""A case in which early exit drafts ahead of the blocks of a plan."""
+CLEAN = frozenset({*range(ALWAYS), AHEAD})
+"""Cases that every run sees without faults; those with the slow tests see all."""
 
 
 @pytest.fixture(scope="module")
@@ -103,4 +108,27 @@ def test_many_more(references: References) -> None:
 def test_drafts_ahead_of_the_blocks_of_a_plan_harm_nobody(references: References) -> None:
     """Early exit drafts into the target's storage before a plan gives the blocks: not into block 0, which is
     another's."""
-    assert check([33], references)["early_exit tree"]
+    assert check([AHEAD], references)["early_exit tree"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "seed"),
+    [
+        pytest.param(fault, seed, id=fault.__name__, marks=[] if seed in CLEAN else pytest.mark.slow)
+        for fault, seed in FAULTS.items()
+    ],
+)
+def test_a_planted_fault_is_found(
+    references: References, fault: Callable[[pytest.MonkeyPatch], None], seed: int
+) -> None:
+    """The engine raises, or somebody does not get what it gets alone. Tests above show the case without the fault."""
+    torch.set_num_threads(1)
+    case = make_seated_case(seed, references.world)
+    with pytest.MonkeyPatch.context() as patch, pretended_device():
+        fault(patch)
+        try:
+            run = run_case(case, references.world)
+        except Exception:
+            return
+    with pytest.raises(AssertionError):
+        check_run(case, run, references)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from draftwise.engine.group import RequestGroup
+from draftwise.graphs.seats import rows as rows_file
+from draftwise.graphs.seats.memory import SeatMemory
+from draftwise.graphs.seats.shaping import Shaping
 from draftwise.kv.manager import KVManager
 from draftwise.kv.prefix_cache import PrefixCache
 from draftwise.kv.storage import KVStorage
 from draftwise.runner import verifying as verifying_file
 from draftwise.runner.fills import Fills
 from draftwise.runner.rows import Row
+from draftwise.runner.seat_entry import Scratch
+from draftwise.runner.seats import Seats
 from draftwise.sampling.state import SamplingState
 from draftwise.sched import scheduler as scheduler_file
 from draftwise.sched.ahead import Outlook, outlook
@@ -164,3 +169,81 @@ LATER: tuple[Callable[[Patch], None], ...] = (
     preempted_prompt_logprobs_doubled,
 )
 """Found within the first few hundred cases."""
+
+
+# ------------------------------------------------------------------- steps whose requests have seats on the device
+
+
+def paths_stay_in_seats(patch: Patch) -> None:
+    """Accepted paths of trees stay where a step on the device computed them."""
+    patch.setattr(rows_file, "compact", _nothing)
+
+
+def new_blocks_untold(patch: Patch) -> None:
+    """The device is not told of blocks that a plan gives to a request in its seat."""
+    leave = Seats.leave
+
+    def without(self: Seats, plan: Any) -> None:
+        leave(self, plan)
+        self._fresh = {}
+
+    patch.setattr(Seats, "leave", without)
+
+
+def scratch_is_block_0(patch: Patch) -> None:
+    """Drafts behind a request's own blocks are written to the first block of the cache, which is another's."""
+    take = Scratch.take
+
+    def first(self: Scratch, method: str) -> range:
+        return take(self, method) if method in self._free else range(1)
+
+    patch.setattr(Scratch, "take", first)
+
+
+def moves_leave_state(patch: Patch) -> None:
+    """A request that moves to another seat finds there what the one before left."""
+    patch.setattr(SeatMemory, "move", _nothing)
+
+
+def seats_count_nothing(patch: Patch) -> None:
+    """Penalties do not know what a request said in its seat."""
+    patch.setattr(Shaping, "commit", _nothing)
+
+
+def bias_of_another(patch: Patch) -> None:
+    """A request without a bias has that of its seat's last one, while somebody else in the step has one."""
+    enter = Shaping.enter
+
+    def keeps(self: Shaping, seat: int, state: SamplingState) -> None:
+        bias = self._bias
+        self._bias = bias if state.has_static else None
+        enter(self, seat, state)
+        self._bias = self._bias if bias is None else bias
+
+    patch.setattr(Shaping, "enter", keeps)
+
+
+def trees_leave_as_chains(patch: Patch) -> None:
+    """What waits on the device when a request leaves its seat is verified as drafts of a chain."""
+    give_back = Seats._give_back
+
+    def chained(self: Seats, going: Any) -> None:
+        give_back(self, going)
+        for member in going:
+            row = member.row
+            if row.proposal.tokens:
+                row.proposal = replace(row.proposal, parents=tuple(range(-1, len(row.proposal) - 1)))
+
+    patch.setattr(Seats, "_give_back", chained)
+
+
+SEATED: Mapping[Callable[[Patch], None], int] = {
+    paths_stay_in_seats: 0,
+    new_blocks_untold: 1,
+    scratch_is_block_0: 33,
+    moves_leave_state: 35,
+    seats_count_nothing: 5,
+    bias_of_another: 21,
+    trees_leave_as_chains: 21,
+}
+"""With the seed of a case that shows it."""
