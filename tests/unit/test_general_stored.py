@@ -21,7 +21,7 @@ from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.general import filling, loading
 from draftwise.models.general.assembled import AssembledDecoder
-from draftwise.models.general.filling import restore_read
+from draftwise.models.general.exchanging import restore_read
 from draftwise.models.general.stored import FloatLayer, StoredLinear
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model

@@ -28,7 +28,7 @@ from draftwise.models.general import stored
 from draftwise.models.general.stored import FloatLayer, MatrixOfStack, pack_stored
 from draftwise.models.source import scan
 from draftwise.quantization import weights
-from draftwise.quantization.checkpoint import scattered, unpacked
+from draftwise.quantization.codes import scattered, unpacked
 from draftwise.quantization.floats import Fp8BlockFormat
 from draftwise.quantization.scheme import parse_scheme
 from draftwise.quantization.weights import FP8, QuantizedWeight, quantize

@@ -6,16 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftwise.errors import ModelLoadError
+from draftwise.quantization.awq_gptq import AwqFormat, AwqGemvFormat, GptqFormat
 from draftwise.quantization.bitsandbytes import Bnb4Format, BnbInt8Format
-from draftwise.quantization.checkpoint import (
-    AwqFormat,
-    AwqGemvFormat,
-    CheckpointFormat,
-    Fp8Format,
-    GptqFormat,
-    Int8Format,
-    PackedFormat,
-)
+from draftwise.quantization.checkpoint import CheckpointFormat
+from draftwise.quantization.compressed_tensors import Fp8Format, Int8Format, PackedFormat
 from draftwise.quantization.floats import Fp8BlockFormat, Fp8TensorFormat
 from draftwise.quantization.grouped import GroupsFormat
 

@@ -3,8 +3,8 @@
 Transformers knows which tensor of a checkpoint goes where, renamed, stacked or cut; it is given objects that read a
 tensor when it is asked for, in bounded pieces and not through mapped pages, which would count as this process's memory
 for as long as a file is open. Linear layers that kernels will keep in few bits are given as tensors of one number that
-say they are as large as the layer: whatever module has one of these afterwards becomes a `StoredLinear`. Experts, and
-what else is stacked, are given as `deferred.Deferred`, and `settling` does the rest.
+say they are as large as the layer: whatever module has one of these afterwards becomes a `StoredLinear`, see
+`exchanging`. Experts, and what else is stacked, are given as `deferred.Deferred`, and `settling` does the rest.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_rows
 from draftwise.models.general.deferred import Source, deferred
-from draftwise.models.general.imagined import ImaginedEmbedding, ImaginedLinear, imagine_embedding
+from draftwise.models.general.exchanging import as_linear, exchange, numbers_of_experts
+from draftwise.models.general.imagined import ImaginedLinear
 from draftwise.models.general.quiet import alone
 from draftwise.models.general.settling import settle
 from draftwise.models.general.stored import (
@@ -31,9 +32,8 @@ from draftwise.models.general.stored import (
     QuantizedLayer,
     StoredLayer,
     StoredLinear,
-    TurnedLayer,
 )
-from draftwise.models.weights import Freed, release_freed_memory
+from draftwise.models.weights import release_freed_memory
 from draftwise.models.words import shorten
 from draftwise.quantization.checkpoint import CheckpointFormat
 
@@ -131,12 +131,12 @@ def build_filled(
             break
         later |= lost  # stacked, cut or kept in another type on the way
         del model
-    _as_linear(model)
+    as_linear(model)
     try:
         with torch.no_grad():
-            scores = _numbers_of_experts(model)
+            scores = numbers_of_experts(model)
             settle(model, ops, rounded=rounded, experts=experts, made_up=made_up)
-            _exchange(model, layers, places, scores, ops, ImaginedLinear if made_up else StoredLinear)
+            exchange(model, layers, places, scores, ops, ImaginedLinear if made_up else StoredLinear)
     except ModelLoadError as error:
         raise ModelLoadError(f"{place}: {error}") from error
     release_freed_memory()
@@ -304,104 +304,3 @@ def _kept(model: Any, places: Mapping[str, Tensor]) -> set[str]:
     """Which of the numbers are still what some parameter is made of."""
     known = {number.data_ptr(): base for base, number in places.items()}
     return {known[p.data_ptr()] for p in model.parameters() if p.data_ptr() in known}
-
-
-def _exchange(
-    model: Any,
-    layers: Mapping[str, StoredLayer],
-    places: Mapping[str, Tensor],
-    scores: set[int],
-    ops: Ops,
-    kind: type[StoredLinear],
-) -> None:
-    """Put stored layers into their places: linear modules are packed, any other parameter is read as it is.
-
-    Args:
-        scores: how many experts mixtures have: layers of so many results choose them.
-        kind: of the modules that take the places.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    known = {number.data_ptr(): layers[base] for base, number in places.items()}
-    head = model.get_output_embeddings()
-    modules = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear or isinstance(child, Conv1D)
-    ]
-    modules.sort(key=lambda found: found[2] is not head)  # the largest one first, while little else is packed
-    if kind is ImaginedLinear:
-        imagine_embedding(model, known)
-    tables = {p.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    packed: dict[nn.Module, StoredLinear] = {}
-    freed = Freed()
-    for parent, name, child in modules:
-        layer = known.get(child.weight.data_ptr())
-        if layer is None or child.weight.data_ptr() in tables:
-            continue
-        if isinstance(layer, FloatLayer) and isinstance(child, Conv1D):
-            if kind is not ImaginedLinear:
-                continue  # stays one; it is read below
-            layer = TurnedLayer(layer.base, layer.inputs, layer.outputs, layer.entries, layer.dtype)
-        if isinstance(layer, FloatLayer) and layer.outputs in scores:
-            continue  # what chooses experts is not rounded; it is read below, too
-        packed_later = not isinstance(layer, FloatLayer) or child.bias is not None
-        if child is head and packed_later and kind is not ImaginedLinear:
-            continue  # is packed where the model is put together
-        if child not in packed:
-            bias = None if child.bias is None else child.bias.detach().to(ops.device)
-            packed[child] = kind(ops, layer, bias, is_head=child is head)
-            freed.count(torch.empty((layer.outputs, layer.inputs), dtype=layer.dtype, device="meta"))
-        setattr(parent, name, packed[child])
-    for parameter in model.parameters():
-        layer = known.get(parameter.data_ptr())
-        if layer is not None:
-            value = layer.floats().to(parameter.dtype)
-            turned = value.shape != parameter.shape
-            parameter.data = value.t().contiguous() if turned else value
-
-
-def _as_linear(model: nn.Module) -> None:
-    """Classes of their own that do what ``nn.Linear`` does (Falcon's) become it: each is asked what it makes of a few
-    rows. Transformers' own code says the rest, in the check at load."""
-    found: dict[type[nn.Module], bool] = {}
-    for module in model.modules():
-        kind = type(module)
-        if kind is nn.Linear or not isinstance(module, nn.Linear):
-            continue
-        if kind not in found:
-            found[kind] = _is_linear(kind)
-        if found[kind] and module._parameters.keys() == {"weight", "bias"} and not module._modules:
-            module.__class__ = nn.Linear
-
-
-def _is_linear(kind: Any) -> bool:
-    x = torch.linspace(-3, 3, 40).view(5, 8)
-    try:
-        made = kind(8, 6, bias=True)
-        found = made(x)
-    except Exception:  # it wants other arguments
-        return False
-    wanted = nn.functional.linear(x, made.weight, made.bias)
-    return isinstance(found, Tensor) and torch.allclose(found, wanted, 1e-5, 1e-6)
-
-
-def _numbers_of_experts(model: nn.Module) -> set[int]:
-    """How many experts its mixtures have: modules with stacks of matrices."""
-    names = ("down_proj", "w2")
-    stacks = (getattr(module, name, None) for module in model.modules() for name in names)
-    return {len(stack) for stack in stacks if isinstance(stack, Tensor) and stack.ndim == 3}
-
-
-def restore_read(model: nn.Module) -> None:
-    """Modules whose weight the model's own code reads get it back."""
-    for parent in model.modules():
-        for name, child in list(parent.named_children()):
-            if isinstance(child, StoredLinear | ImaginedEmbedding) and child.was_read:
-                setattr(parent, name, child.plain())
-
-
-def stored_bytes(modules: Sequence[nn.Module]) -> int:
-    """Bytes of packed weights of stored layers."""
-    return sum(m.packed.num_bytes for m in modules if isinstance(m, StoredLinear))

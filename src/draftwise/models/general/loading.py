@@ -26,6 +26,7 @@ from draftwise.models.general.attention import PAGED, PROBED, LayerCall, NotCaus
 from draftwise.models.general.carried import Unit, running
 from draftwise.models.general.check import Reference, check, sample
 from draftwise.models.general.config import is_made_for, transformers_config
+from draftwise.models.general.exchanging import restore_read, stored_bytes
 from draftwise.models.general.experts import (
     ExpertsMisread,
     ExpertsUse,
@@ -33,7 +34,7 @@ from draftwise.models.general.experts import (
     exchange_experts,
     stacks_of,
 )
-from draftwise.models.general.filling import build_filled, restore_read, stored_bytes
+from draftwise.models.general.filling import build_filled
 from draftwise.models.general.finding import Afresh, find_units
 from draftwise.models.general.model import GeneralDecoder
 from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
