@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.split import ranks_of
-from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.base import DecoderModel
 from draftwise.models.checkpoint import TensorEntry
 from draftwise.models.config import ModelConfig
 from draftwise.models.general.assembling import WrongAssembly, assembled
-from draftwise.models.general.attention import PAGED, PROBED, LayerCall, NotCausal, Probe, register, taking
-from draftwise.models.general.carried import Unit, running
+from draftwise.models.general.attention import PAGED, NotCausal, register
+from draftwise.models.general.carried import Unit
 from draftwise.models.general.check import Reference, check, sample
 from draftwise.models.general.config import is_made_for, transformers_config
 from draftwise.models.general.exchanging import restore_read, stored_bytes
@@ -35,11 +33,18 @@ from draftwise.models.general.experts import (
     stacks_of,
 )
 from draftwise.models.general.filling import build_filled
-from draftwise.models.general.finding import Afresh, find_units
 from draftwise.models.general.model import GeneralDecoder
-from draftwise.models.general.modules import LinearUse, PackedLinear, exchange
+from draftwise.models.general.modules import PackedLinear, exchange
 from draftwise.models.general.nodes import CannotAssemble
 from draftwise.models.general.parts import Called, body_of, other_inputs, text_model
+from draftwise.models.general.probing import (
+    attend_with,
+    explained,
+    first_position,
+    probed,
+    probed_cache,
+    units_of,
+)
 from draftwise.models.general.quiet import quiet
 from draftwise.models.general.ways import Interface, Way
 from draftwise.models.gguf.reader import is_gguf
@@ -175,7 +180,7 @@ def _prepared(
             model = _text_part(model, config)
             if ranks_of(ops) is not None:
                 restore_read(model)  # before numbers are compared: what else there is, is made up
-            units = _units(model, config.vocab_size)
+            units = units_of(model, config.vocab_size)
             reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
         restore_read(model)
         decoder, linears = _served(model, config, ops, reference, units)
@@ -207,7 +212,7 @@ def _text_part(model: Any, config: ModelConfig) -> Any:
     """``model``, or what of a model of text and more reads and writes text."""
     tokens = torch.tensor([sample(config.vocab_size, 4, seed=7)], device=model.device)
     try:
-        with Called(model) as called, _explained():
+        with Called(model) as called, explained():
             wanted = model(input_ids=tokens, use_cache=False).logits
     except ModelLoadError as error:
         more = other_inputs(model, str(error))
@@ -222,7 +227,7 @@ def _text_part(model: Any, config: ModelConfig) -> Any:
                     config.architecture, ", ".join(dropped))  # fmt: skip
     text = text_model(model)
     if text is not model:
-        with _explained():
+        with explained():
             found = text(input_ids=tokens, use_cache=False).logits
         if not torch.equal(found, wanted):
             raise ModelLoadError("the model for text inside of it does not write what it writes")
@@ -265,9 +270,9 @@ _Prepared = tuple[Way, list[nn.Linear]]
 
 def _by_interface(model: Any, config: ModelConfig, ops: Ops, reference: Reference) -> _Prepared:
     """All rows as one sequence, attention taken by us."""
-    first = _first_position(model, reference)
-    calls, linears = _probed(model, config.vocab_size)
-    _attend_with(model, PAGED)
+    first = first_position(model, reference)
+    calls, linears = probed(model, config.vocab_size)
+    attend_with(model, PAGED)
     return Interface(calls, ops, first), linears
 
 
@@ -275,7 +280,7 @@ def _by_cache(model: Any, config: ModelConfig, ops: Ops, reference: Reference) -
     """Each request as a sequence with a cache, attention and positions are the model's own."""
     from draftwise.models.general.cached import Cached
 
-    layout, linears = _probed_cache(model, config)
+    layout, linears = probed_cache(model, config)
     return Cached(layout, None), linears
 
 
@@ -283,99 +288,8 @@ def _by_cache_with_positions(model: Any, config: ModelConfig, ops: Ops, referenc
     """The same for models that count positions from 0 whatever the cache holds, if they are not told."""
     from draftwise.models.general.cached import Cached
 
-    layout, linears = _probed_cache(model, config)
-    return Cached(layout, _first_position(model, reference)), linears
-
-
-def _units(model: Any, vocab_size: int) -> list[Unit]:
-    """The modules that carry a state from token to token beside keys and values. An empty list also if the
-    model wants to know more of its cache than such modules do: the check will tell whether it has a state."""
-    tokens = torch.tensor([sample(vocab_size, 13, seed=6)], device=model.device)
-    if hasattr(model.config, "max_inference_chunksize"):
-        model.config.max_inference_chunksize = 1 << 30  # xLSTM: a pass of many rows is cut by us, by request
-    try:
-        units = find_units(model, lambda: model(input_ids=tokens, use_cache=False))
-        # Some hand states on from layer to layer, if they are asked to.
-        return units or find_units(model, lambda: model(input_ids=tokens, use_cache=True))
-    except ModelLoadError:
-        raise
-    except Exception as error:  # whatever a model's code raises
-        logger.debug("no recurrent state is looked for: %s: %s", type(error).__name__, error)
-        return []
-
-
-def _first_position(model: Any, reference: Reference) -> int:
-    """The model's position of a first token: 0, or one more than the id of padding (RoBERTa)."""
-    padding = getattr(model.config, "pad_token_id", None)
-    tokens = torch.tensor([reference.short], device=model.device)
-    places = torch.arange(tokens.shape[1], device=model.device)[None]
-    for first in dict.fromkeys((0, (padding or 0) + 1, 2)):
-        with contextlib.suppress(IndexError), _explained():
-            found = model(input_ids=tokens, position_ids=places + first, use_cache=False).logits[0].float()
-            if torch.allclose(found, reference.of_short, rtol=1e-3, atol=1e-3):
-                return first
-    return 0  # they count for themselves; or the check will tell
-
-
-def _probed(model: Any, vocab_size: int) -> tuple[list[LayerCall], list[nn.Linear]]:
-    """How each layer attends, and which linear layers are called as such."""
-    _attend_with(model, PROBED)
-    probe = Probe()
-    tokens = torch.tensor([sample(vocab_size, 12, seed=5)], device=model.device)
-    positions = torch.arange(tokens.shape[1], device=model.device)[None]
-    with taking(probe), LinearUse(model) as use, _explained():
-        model(input_ids=tokens, position_ids=positions, use_cache=False)
-    if probe.not_causal and getattr(model, "_supports_sdpa", False):
-        _check_causal(model, tokens, probe.not_causal)
-    return probe.calls, use.exchangeable
-
-
-def _check_causal(model: Any, tokens: Tensor, names: set[str]) -> None:
-    """Layers say that they are not causal. Masks of plain attention may be so all the same; but a model that means it
-    reads a prompt in both directions on Transformers' default kernels, which are handed no mask.
-
-    Raises:
-        NotCausal: a first token's logits depend on the tokens behind it.
-    """
-    _attend_with(model, "sdpa")
-    with _explained():
-        whole = model(input_ids=tokens, use_cache=False).logits[0, 0].float()
-        alone = model(input_ids=tokens[:, :1], use_cache=False).logits[0, 0].float()
-    if not torch.allclose(whole, alone, rtol=1e-2, atol=1e-2 * float(whole.std())):
-        raise NotCausal(
-            f"{', '.join(sorted(names))} reads a prompt in both directions: it is not a causal model"
-        )
-
-
-def _probed_cache(model: Any, config: ModelConfig) -> tuple[tuple[KVLayerSpec, ...], list[nn.Linear]]:
-    """The storage of each layer, and the linear layers that are called as such."""
-    from draftwise.models.general.cached import layout_of, probe_cache
-
-    _attend_with(model, "eager")
-    tokens = torch.tensor([sample(config.vocab_size, 12, seed=5)], device=model.device)
-    cache = probe_cache(config.num_layers)
-    with LinearUse(model) as use, _explained(), running(Afresh()):
-        model(input_ids=tokens, past_key_values=cache, use_cache=True)
-    return layout_of(cache, tokens.shape[1]), use.exchangeable
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Turns an exception of a model's code into the reason why it cannot be served."""
-    try:
-        yield
-    except ModelLoadError:
-        raise
-    except Exception as error:
-        raise ModelLoadError(f"its code fails: {type(error).__name__}: {error}") from error
-
-
-def _attend_with(model: Any, name: str) -> None:
-    """Configurations of parts of a model are objects of their own."""
-    for module in model.modules():
-        own = getattr(module, "config", None)
-        if own is not None and hasattr(own, "_attn_implementation"):
-            own._attn_implementation = name
+    layout, linears = probed_cache(model, config)
+    return Cached(layout, first_position(model, reference)), linears
 
 
 def _blocks(model: Any, num_layers: int) -> list[nn.Module]:
