@@ -105,7 +105,7 @@ async def main():
 
 def in_child():
     try:
-        llm._check_alive()
+        llm._thread.check_alive()
     except EngineDeadError:
         llm.close()
     else:
