@@ -22,7 +22,7 @@ from draftwise.models.heads.recorded import RecordedHead, recorded_head
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.noise import NoiseKey, gumbel, uniform
-from draftwise.types import ChainDraws, ChainKey, StepInput, TargetOutput
+from draftwise.types import ChainDraws, ChainKey, StepInput, TargetOutput, TreeDraws
 
 CPU = torch.device("cpu")
 VOCAB, DRAFT_VOCAB, SIZE = 50, 23, 32
@@ -217,6 +217,27 @@ def test_chains_equal_pass_by_pass(kind: Kind, rows: list[int]) -> None:
             output, logits = head.forward_logits(build_step_input(nexts, 4, CPU, -1), fed, other)
             fed = output.features
         assert torch.equal(one.layer(0)[0].nan_to_num(), other.layer(0)[0].nan_to_num())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_a_tree_of_one_path_is_the_chain(kind: Kind) -> None:
+    head, steps = make(kind, torch.bfloat16), 5
+    found: list[list[list[int]]] = []
+    for tree in (False, True):
+        kv = storage(head)
+        fill(head, kv)
+        given = features(head, 8)
+        if tree:
+            draws = [TreeDraws(top_k=1, depth=steps, nodes=steps) for _ in ROWS]
+            trees = head.draft_trees(first_batch(), given, kv, LAST, draws)
+            assert trees is not None and all(list(x.parents) == list(range(-1, steps - 1)) for x in trees)
+            found.append([list(x.tokens) for x in trees])
+        else:
+            chains = head.draft_chains(first_batch(), given, kv, LAST, steps)
+            assert chains is not None
+            found.append(chains[0].tolist())
+    assert found[0] == found[1]
 
 
 @pytest.mark.usefixtures("level")

@@ -273,8 +273,8 @@ def test_products_are_fused(folder: str) -> None:
     model = load(folder)
     program = model._program(storage(model), ())
     assert program is not None
-    embedding_rope_last_norm, pick_head = 3, 2
-    assert program.num_operations == 8 * 2 + embedding_rope_last_norm + pick_head
+    embedding_rope_last_norm, pick_head, narrow_qkv_residual = 3, 2, 2
+    assert program.num_operations == 8 * 2 + embedding_rope_last_norm + pick_head + narrow_qkv_residual
 
 
 def test_a_product_that_is_read_again_is_refused() -> None:

@@ -161,6 +161,12 @@ class DecoderModel(ABC):
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
         return output, self.logits(hidden)
 
+    def logits_alone(self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None) -> Tensor:
+        """The logits of `forward_logits` where nobody reads its other results, [M, V] float32. K/V of all rows is
+        written. A model may leave out what only other rows' hidden states need: of a prompt, nearly all that lies
+        behind the last layer's K/V."""
+        return self.forward_logits(batch, kv, rows)[1]
+
     def draft_chains(
         self,
         batch: StepInput,

@@ -91,6 +91,9 @@ class MappedDecoder(WrappedDecoder):
         output, logits = self.inner.forward_logits(self._mapped(batch), kv, rows, capture)
         return output, self._outer(logits)
 
+    def logits_alone(self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None) -> Tensor:
+        return self._outer(self.inner.logits_alone(self._mapped(batch), kv, rows))
+
     def _mapped(self, batch: StepInput) -> StepInput:
         return replace(batch, token_ids=self._to_inner[batch.token_ids])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.ops import NativeOps
-from draftwise.kernels.cpu.program import Program
+from draftwise.kernels.cpu.program import PassOutput, Program
 from draftwise.kernels.cpu.recording import Recording
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
@@ -58,14 +58,19 @@ class RecordedDecoder(WrappedDecoder):
         program = self._program(kv, capture)
         if program is None:
             return super().forward_logits(batch, kv, rows, capture)
-        if rows is None:
-            output = program.run(batch, batch.token_ids.shape[0])
-        else:
-            output = program.run(batch, np.asarray(rows, np.int64))
-        logits = output.logits
-        if logits is None:
-            logits = torch.empty((0, self.config.vocab_size), dtype=torch.float32)
-        return TargetOutput(output.hidden, output.captured), logits
+        output = program.run(batch, _head_rows(batch, rows))
+        return TargetOutput(output.hidden, output.captured), self._logits_of(output)
+
+    def logits_alone(self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None) -> Tensor:
+        program = self._program(kv, ())
+        if program is None:
+            return super().logits_alone(batch, kv, rows)
+        return self._logits_of(program.run(batch, _head_rows(batch, rows), head_only=True))
+
+    def _logits_of(self, output: PassOutput) -> Tensor:
+        if output.logits is None:
+            return torch.empty((0, self.config.vocab_size), dtype=torch.float32)
+        return output.logits
 
     def draft_chains(
         self,
@@ -78,9 +83,7 @@ class RecordedDecoder(WrappedDecoder):
         program = self._program(kv, ())
         if program is None:
             return None
-        return program.chains(
-            batch, batch.token_ids.shape[0] if rows is None else np.asarray(rows, np.int64), steps, draws
-        )
+        return program.chains(batch, _head_rows(batch, rows), steps, draws)
 
     def draft_trees(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]
@@ -127,6 +130,10 @@ NO_BATCH = AttentionBatch(
     ancestors_np=None,
     block_size=1,
 )
+
+
+def _head_rows(batch: StepInput, rows: Sequence[int] | None) -> npt.NDArray[np.int64] | int:
+    return batch.token_ids.shape[0] if rows is None else np.asarray(rows, np.int64)
 
 
 def recorded(model: DecoderModel, ops: Ops) -> DecoderModel:

@@ -41,8 +41,10 @@ from draftwise.structured.grammars import Grammars
 from draftwise.types import (
     DrafterFailure,
     NewRequest,
+    StepInput,
     StepPlan,
     StepResult,
+    TargetOutput,
     TokenLogprobs,
 )
 from draftwise.verify.base import BatchRules
@@ -213,12 +215,11 @@ class LocalExecutor(Executor):
         steps = batch.steps
         deciding = self._verifying.deciding(batch)
         built = self._clock()
-        output, logits = self._model.forward_logits(
-            batch.input, self._storage, batch.rows, self._drafting.capture_layers
-        )
+        output, logits = self._forward(batch.input, batch.rows, read=bool(batch.prompt))
         forwarded = self._clock()
-        prompt = self._one_by_one.prompt_logprobs(batch, output.hidden)
+        prompt = {} if output is None else self._one_by_one.prompt_logprobs(batch, output.hidden)
         if self._drafting.observes:
+            assert output is not None
             rows = [step.row for step in steps]
             self._drafting.observe(rows, [row.rid for row in rows], batch.input, output)
         outcomes, read = self._one_by_one.commit(batch, self._verifying.verify(logits, batch, deciding))
@@ -251,14 +252,15 @@ class LocalExecutor(Executor):
         drafting, apart, one_by_one = self._drafting, step.apart, self._one_by_one
         deciding = None if apart is None else self._verifying.deciding(apart)
         built = self._clock()
-        output, logits = self._model.forward_logits(
-            step.input, self._storage, step.logit_rows, drafting.capture_layers
+        output, logits = self._forward(
+            step.input, step.logit_rows, read=apart is not None and bool(apart.prompt)
         )
         forwarded = self._clock()
         prompt: Mapping[int, tuple[TokenLogprobs, ...]] = {}
-        if apart is not None and apart.prompt:
+        if apart is not None and output is not None:
             prompt = one_by_one.prompt_logprobs(apart, output.hidden)
         if drafting.observes:
+            assert output is not None
             drafting.observe(step.rows, step.plan.rids, step.input, output)
         # first: torch may overwrite what it decides by
         moved = ordinary.decide(step, logits, told=drafting.observes)
@@ -288,6 +290,16 @@ class LocalExecutor(Executor):
             draft_forward_time=drafting.take_forward_time(),
             drafter_failures=drafting.take_failures(),
         )
+
+    def _forward(
+        self, batch: StepInput, rows: list[int] | None, *, read: bool
+    ) -> tuple[TargetOutput | None, torch.Tensor]:
+        """The target's pass, with logits of ``rows``. Its hidden states only if a drafter or somebody else (``read``)
+        reads them: a prompt is computed faster without."""
+        drafting = self._drafting
+        if drafting.observes or read:
+            return self._model.forward_logits(batch, self._storage, rows, drafting.capture_layers)
+        return None, self._model.logits_alone(batch, self._storage, rows)
 
     def _nothing(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step, (), drafter_failures=self._drafting.take_failures())

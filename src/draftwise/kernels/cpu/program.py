@@ -66,6 +66,7 @@ class PassInput(ctypes.Structure):
         ("rows", _I64),
         ("head_rows", _I64),
         ("head_index", _PTR),
+        ("head_only", _I64),
         ("arena", _PTR),
         ("capacity", _I64),
         ("externals", _PTR),
@@ -169,6 +170,8 @@ class Program:
         batch: StepInput,
         head_rows: npt.NDArray[np.int64] | int = 0,
         features: Tensor | None = None,
+        *,
+        head_only: bool = False,
     ) -> PassOutput:
         """One pass.
 
@@ -176,8 +179,9 @@ class Program:
             batch: T rows.
             head_rows: rows that logits are wanted for, int64 [M]; or the number of them if they are the first ones.
             features: [T, F] where the recording asked for them.
+            head_only: nobody reads the other results, whose contents then are undefined.
         """
-        results, *kept = self._prepare(batch, head_rows, features)
+        results, *kept = self._prepare(batch, head_rows, features, head_only=head_only)
         self._call(self._pointer, self._pool.pointer, self._input)
         del kept
         logits = results.logits if self._input.head_rows else None
@@ -269,6 +273,7 @@ class Program:
                 torch.empty((rows, width), dtype=dtype),
                 torch.empty((head_rows, vocab), dtype=kind),
             )
+        self._input.head_only = False
         _, hidden, logits = self._room
         self._externals[self._first_result] = hidden.data_ptr()
         self._externals[self._first_result + 1] = logits.data_ptr()
@@ -308,9 +313,11 @@ class Program:
         room: int = 0,
         *,
         own: bool = False,
+        head_only: bool = False,
     ) -> tuple[_Results, object, object, object]:
         """Fill in the input of a pass: its results, and what must be kept until it has run. ``room``: rows that later
-        passes over the same results may have; ``own``: nobody reads the results but native code."""
+        passes over the same results may have; ``own``: nobody reads the results but native code, which reads the
+        head's rows; ``head_only``: nobody reads more than logits."""
         rows: int = batch.token_ids.shape[0]
         call, externals = self._input, self._externals
         index: npt.NDArray[np.int64] | None = None
@@ -353,6 +360,7 @@ class Program:
         call.rows = rows
         call.head_rows = count
         call.head_index = None if index is None else address(index)
+        call.head_only = own or head_only
         return results, fill_view(call.batch, batch.attention, rows), index, given
 
     def _results(self, rows: int, head_rows: int) -> _Results:

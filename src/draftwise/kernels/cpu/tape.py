@@ -16,6 +16,7 @@ from torch import Tensor
 from draftwise.kernels.cpu.attention import DTYPES
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import Epilogue
+from draftwise.kernels.cpu.narrowing import with_narrowing
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.program import ALIGNMENT, Operation, Program
 
@@ -81,7 +82,8 @@ class Tape:
     def __init__(self, dtype: torch.dtype, feature_size: int | None = None) -> None:
         self._dtype = dtype
         self._code = DTYPES[dtype]
-        self._row_bytes: list[int] = []  # of each buffer, 0 for the pass's inputs
+        self._row_bytes: list[int] = []  # of each buffer in whole cache lines, 0 for the pass's inputs
+        self._exact: list[int] = []  # as they are; a number is given out again for rows as wide
         self._free: dict[int, list[int]] = {}  # bytes per row -> unused buffers
         self._kept: list[object] = []  # what operations point to
         self._body: list[Operation] = []
@@ -100,6 +102,7 @@ class Tape:
 
     def _input(self, width: int = 1, dtype: torch.dtype = torch.int64) -> Symbol:
         self._row_bytes.append(0)
+        self._exact.append(width * dtype.itemsize)
         return Symbol(self, Buffer(self, len(self._row_bytes) - 1, width, dtype))
 
     def _new(self, width: int, dtype: torch.dtype) -> Symbol:
@@ -112,6 +115,7 @@ class Tape:
         else:
             number = len(self._row_bytes)
             self._row_bytes.append(size)
+            self._exact.append(exact)
         return Symbol(self, Buffer(self, number, width, dtype))
 
     def release(self, buffer: Buffer) -> None:
@@ -169,9 +173,10 @@ class Tape:
         external = [*range(self._inputs), *(buffer.number for buffer in results)]
         if len(set(external)) != len(external):
             raise RecordingError("two results of a pass are one buffer")
+        body = with_narrowing(self._body, self._exact, self._inputs, external[self._inputs : -1])
         order = external + [i for i in range(len(self._row_bytes)) if i not in set(external)]
         place = {number: i for i, number in enumerate(order)}
-        for operation in (*self._body, *self._head):
+        for operation in (*body, *self._head):
             operation.x = place[operation.x]
             operation.y = place[operation.y]
             operation.out = place[operation.out]
@@ -182,7 +187,7 @@ class Tape:
         return Program(
             library,
             pool,
-            body=self._body,
+            body=body,
             head=self._head,
             offsets=offsets,
             row_bytes=total,

@@ -73,6 +73,11 @@ class AdaptedDecoder(WrappedDecoder):
         assert found is not None
         return output, found
 
+    def logits_alone(self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None) -> Tensor:
+        if batch.adapters is None or not any(batch.adapters):
+            return self.inner.logits_alone(batch, kv, rows)
+        return super().logits_alone(batch, kv, rows)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self.inner.logits(hidden)
 

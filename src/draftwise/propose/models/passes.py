@@ -115,7 +115,7 @@ class ModelPasses(Proposer, TreeModel):
         rows = None
         if not all_rows and batch.token_ids.shape[0] != len(inputs):
             rows = (batch.attention.query_start_np[1:] - 1).tolist()
-        _, logits = self._model.forward_logits(batch, self._storage, rows)
+        logits = self._model.logits_alone(batch, self._storage, rows)
         self.forward_time += time.perf_counter() - start
         return logits
 

@@ -8,6 +8,7 @@
 #include "boundary.h"
 #include "experts.h"
 #include "heads.h"
+#include "narrow.h"
 #include "ops.h"
 #include "ranks.h"
 #include "team.h"
@@ -19,6 +20,7 @@ struct Program {
   std::vector<int64_t> offsets;  // of each arena buffer: bytes per row before it; address = arena + offset * capacity
   int32_t num_externals = 0;
   bool small = false;  // no product is worth more than the handing out of tasks
+  bool narrows = false;  // there is an OP_NARROW
 };
 
 namespace {
@@ -216,6 +218,7 @@ static dw::Program* create(const dw::ProgramOp* body, int64_t body_count, const 
   for (const auto* ops : {&program->body, &program->head})
     for (const dw::ProgramOp& op : *ops)
       if (dw::bytes_of(op) > dw::SMALL_BYTES) program->small = false;
+  for (const dw::ProgramOp& op : program->body) program->narrows |= op.kind == dw::OP_NARROW;
   return program.release();
 }
 
@@ -231,42 +234,61 @@ DW_EXPORT void dw_program_destroy(dw::Program* program) {
 
 size_t dw::num_externals(const Program* program) { return (size_t)program->num_externals; }
 
-void dw::run_pass(const Program* program, Pool* pool, const PassInput* pass) {
+// Calls run(op, pass) for all operations; `narrow`: the pass behind OP_NARROW, or null.
+template <class Run>
+static void run_all(const dw::Program& program, const dw::PassInput& wide, const dw::PassInput* narrow, const Run& run) {
+  const dw::PassInput* pass = &wide;
+  for (const dw::ProgramOp& op : program.body) {
+    if (op.kind != dw::OP_NARROW) {
+      run(op, *pass, pass->rows);
+    } else if (narrow != nullptr) {
+      if (narrow->rows == 0) return;
+      dw::move_up(dw::address(program, wide, op.x), op.width, wide.head_index, narrow->rows);
+      pass = narrow;
+    }
+  }
+  if (pass->head_rows > 0)
+    for (const dw::ProgramOp& op : program.head) run(op, *pass, pass->head_rows);
+}
+
+bool dw::run_pass(const Program* program, Pool* pool, const PassInput* pass) {
+  static thread_local NarrowRows rows;
+  PassInput narrow;
+  const bool fewer = program->narrows && narrowed(*pass, rows, &narrow);
+  const PassInput* behind = fewer ? &narrow : nullptr;
   const int64_t* slots = (const int64_t*)pass->externals[SLOTS];
   // A small pass is shared by a team or, while the cores are wanted by others, not at all.
-  const bool small = program->small && pass->rows <= dw::TEAM_ROWS && dw::pool_threads(pool) > 1;
-  const bool shared = small && dw::team_ready(pool);
+  const bool small = program->small && pass->rows <= TEAM_ROWS && pool_threads(pool) > 1;
+  const bool shared = small && team_ready(pool);
   if (shared) {
     struct Context {
-      const dw::Program* program;
-      const dw::PassInput* pass;
+      const Program* program;
+      const PassInput *pass, *behind;
       const int64_t* slots;
       int threads;
-    } context{program, pass, slots, dw::pool_threads(pool)};
-    dw::team_run(
+    } context{program, pass, behind, slots, pool_threads(pool)};
+    team_run(
         pool,
-        [](void* arg, dw::Team* team) {
+        [](void* arg, Team* team) {
           const Context& c = *(const Context*)arg;
-          auto run = [&](const std::vector<dw::ProgramOp>& ops, int64_t rows) {
-            for (const dw::ProgramOp& op : ops)
-              if (!dw::share_op(team, *c.program, op, *c.pass, rows, c.threads))
-                dw::run_op(nullptr, *c.program, op, *c.pass, c.slots, rows);
-          };
-          run(c.program->body, c.pass->rows);
-          if (c.pass->head_rows > 0) run(c.program->head, c.pass->head_rows);
+          run_all(*c.program, *c.pass, c.behind, [&](const ProgramOp& op, const PassInput& now, int64_t count) {
+            if (!share_op(team, *c.program, op, now, count, c.threads))
+              run_op(nullptr, *c.program, op, now, c.slots, count);
+          });
         },
         &context);
-    return;
+    return fewer;
   }
   if (small) pool = nullptr;
   struct Open {
     Pool* pool;
-    explicit Open(Pool* p) : pool(p) { dw::pool_begin(p); }
-    ~Open() { dw::pool_end(pool); }
+    explicit Open(Pool* p) : pool(p) { pool_begin(p); }
+    ~Open() { pool_end(pool); }
   } open(pool);
-  for (const dw::ProgramOp& op : program->body) dw::run_op(pool, *program, op, *pass, slots, pass->rows);
-  if (pass->head_rows > 0)
-    for (const dw::ProgramOp& op : program->head) dw::run_op(pool, *program, op, *pass, slots, pass->head_rows);
+  run_all(*program, *pass, behind, [&](const ProgramOp& op, const PassInput& now, int64_t count) {
+    run_op(pool, *program, op, now, slots, count);
+  });
+  return fewer;
 }
 
 DW_EXPORT void dw_program_run(dw::Program* program, dw::Pool* pool, const dw::PassInput* pass) {
@@ -311,7 +333,7 @@ static void chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* fi
   for (size_t r = 0; r <= requests; r++) starts[r] = (int32_t)r;
   const float* logits = (const float*)externals.back();
   for (int64_t step = 0; step < out->steps; step++) {
-    run_pass(program, pool, &pass);
+    const bool narrow = run_pass(program, pool, &pass);
     dw::draw_all(pool, logits, out, (int64_t)requests, step);
     for (size_t r = 0; r < requests; r++) {
       ids[r] = out->tokens[(int64_t)r * out->steps + step];
@@ -327,7 +349,7 @@ static void chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* fi
     }
     if (out->feature_in >= 0) {
       for (size_t r = 0; r < requests; r++) {
-        const int64_t row = pass.head_index != nullptr ? pass.head_index[r] : (int64_t)r;
+        const int64_t row = pass.head_index != nullptr && !narrow ? pass.head_index[r] : (int64_t)r;
         const char* from = (const char*)externals[(size_t)out->feature_out] + row * out->feature_bytes;
         memcpy(features.data() + r * (size_t)out->feature_bytes, from, (size_t)out->feature_bytes);
       }

@@ -35,6 +35,7 @@ enum OpKind : int32_t {
   OP_MUL = 18,          // out = x * y, rows of `width` elements
   OP_HEADS = 19,        // out = each head of x times a layer of its own (`weight`); rows of `width` and `out_width` elements
   OP_COLUMNS = 20,      // out = `out_width` bytes of each row of x, of `width` bytes, from byte `head_dim` on
+  OP_NARROW = 21,       // from here on, if the pass is narrowed (narrow.h), only rows of the head: those of x, `width` bytes each, move up
   // Of ranks (ranks.h); `weight` is a Ranks*.
   OP_SUM_RANKS = 60,     // x = the sum over all ranks, rows of `width` elements
   OP_GATHER_RANKS = 61,  // out = rows of all ranks' x side by side, float32; of `out_width`, each rank's `width` of them
@@ -64,6 +65,7 @@ struct PassInput {
   int64_t rows;
   int64_t head_rows;         // rows of `head` operations; 0: they are not run
   const int64_t* head_index;  // [head_rows] rows of the pass; null: the first head_rows
+  int64_t head_only;          // not 0: nobody reads results of other rows (narrow.h)
   char* arena;
   int64_t capacity;           // rows that the arena has room for
   void** externals;           // addresses of the external buffers, in order
@@ -93,7 +95,8 @@ struct ChainOutput {
 struct Program;
 
 size_t num_externals(const Program*);
-void run_pass(const Program*, Pool*, const PassInput*);
+// Whether it was narrowed: results have the head's rows only, in its order.
+bool run_pass(const Program*, Pool*, const PassInput*);
 
 // The token of draft number `step` of every request, from rows of logits [requests, vocab].
 void draw_all(Pool*, const float* logits, const ChainOutput*, int64_t requests, int64_t step);

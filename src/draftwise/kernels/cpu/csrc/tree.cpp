@@ -221,14 +221,14 @@ static void trees(dw::Program* program, dw::Pool* pool, const dw::PassInput* fir
   std::vector<int> going((size_t)requests);
   std::iota(going.begin(), going.end(), 0);
   for (bool root = true; !going.empty(); root = false) {
-    dw::run_pass(program, pool, &pass);
+    const bool narrow = dw::run_pass(program, pool, &pass);
     int64_t row = 0;
     for (int r : going) {
       dw::TreeDraft& draft = drafts[(size_t)r];
       for (size_t i = 0; i < draft.open().size(); i++, row++) {
         draft.take((int)i, logits + row * out->vocab, scratch, noise);
         if (features) {
-          const int64_t from = root && pass.head_index != nullptr ? pass.head_index[row] : row;
+          const int64_t from = root && pass.head_index != nullptr && !narrow ? pass.head_index[row] : row;
           const size_t to = (size_t)r * places + (size_t)(1 + draft.number(draft.open()[i]));
           memcpy(store.data() + to * bytes, (const char*)externals[(size_t)out->feature_out] + (size_t)from * bytes,
                  bytes);
