@@ -1,151 +1,17 @@
-// The blocking of the product and its split among threads. Packing is in linear_pack.cpp, the arithmetic in linear_*.cpp by
-// instruction set.
+// The blocking of the product and its split among threads. Packing is in linear_pack.cpp (weights) and linear_rows.h, the arithmetic in
+// linear_*.cpp by instruction set.
 #include "linear.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 
 #include "boundary.h"
-#include "compiler.h"
 #include "isa.h"
 #include "linear_part.h"
-#include "linear_weights.h"
-#include "memory.h"
+#include "linear_rows.h"
 
 namespace dw {
 namespace {
-
-// --------------------------------------------------------------------------------------------------- rows
-
-// Rows are cut into tiles of nearly equal height: 9 rows in tiles of at most 8 are 5 + 4.
-struct Tiles {
-  int count;
-  int64_t rows;
-  Tiles(int64_t rows, int limit) : count(int((rows + limit - 1) / limit)), rows(rows) {}
-  int64_t begin(int tile) const { return rows * tile / count; }
-};
-
-// Dwords of a packed row. Plain rows have a chunk to spare: the last one of a group may reach beyond it, and rows whose distance is
-// a power of two would stand in each other's way in the cache.
-int64_t row_steps(const LinearKernels& kernels, const Linear& w) {
-  if (!kernels.plain_rows[w.format]) return w.steps();
-  return ((w.steps() + kChunkDwords - 1) / kChunkDwords + 1) * kChunkDwords;
-}
-
-// Rows as kernels want them, in one buffer: per tile [steps][R] dwords (plain: [R][steps]), then per tile sums of the rows' values
-// [groups][R], then the rows' scales [rows].
-struct PackedRows {
-  uint32_t* steps;
-  uint32_t* sums;    // int32, or float32 for W_I4
-  float* scale;
-
-  PackedRows(void* buffer, const LinearKernels& kernels, const Linear& w, int64_t rows)
-      : steps(static_cast<uint32_t*>(buffer)), sums(steps + rows * row_steps(kernels, w)),
-        scale(reinterpret_cast<float*>(sums + rows * w.groups())) {}
-  static size_t bytes(const LinearKernels& kernels, const Linear& w, int64_t rows) {
-    return size_t(rows * (row_steps(kernels, w) + w.groups() + 1)) * 4;
-  }
-};
-
-// One row's dwords into column r of a tile of `height` rows; what is missing to `steps` is zero.
-void scatter(const uint8_t* row, int64_t bytes, int64_t steps, int64_t height, uint32_t* packed) {
-  int64_t whole = bytes / 4;
-  for (int64_t u = 0; u < whole; ++u) std::memcpy(&packed[u * height], row + u * 4, 4);
-  for (int64_t u = whole; u < steps; ++u) {
-    uint32_t last = 0;
-    if (u == whole) std::memcpy(&last, row + whole * 4, size_t(bytes - whole * 4));
-    packed[u * height] = last;
-  }
-}
-
-typedef uint32_t Four __attribute__((vector_size(16)));
-
-inline Four load_four(const uint8_t* from) {
-  Four v;
-  std::memcpy(&v, from, 16);
-  return v;
-}
-
-// As four times `scatter`, for columns r .. r + 3: blocks of four by four are transposed in registers.
-void scatter_four(const uint8_t* const (&rows)[4], int64_t bytes, int64_t steps, int64_t height, uint32_t* packed) {
-  int64_t blocks = bytes / 16;
-  for (int64_t b = 0; b < blocks; ++b) {
-    Four r0 = load_four(rows[0] + b * 16), r1 = load_four(rows[1] + b * 16);
-    Four r2 = load_four(rows[2] + b * 16), r3 = load_four(rows[3] + b * 16);
-    Four low01 = DW_SHUFFLE(r0, r1, 0, 4, 1, 5), high01 = DW_SHUFFLE(r0, r1, 2, 6, 3, 7);
-    Four low23 = DW_SHUFFLE(r2, r3, 0, 4, 1, 5), high23 = DW_SHUFFLE(r2, r3, 2, 6, 3, 7);
-    Four columns[4] = {DW_SHUFFLE(low01, low23, 0, 1, 4, 5), DW_SHUFFLE(low01, low23, 2, 3, 6, 7),
-                       DW_SHUFFLE(high01, high23, 0, 1, 4, 5),
-                       DW_SHUFFLE(high01, high23, 2, 3, 6, 7)};
-    for (int i = 0; i < 4; ++i) std::memcpy(&packed[(b * 4 + i) * height], &columns[i], 16);
-  }
-  for (int r = 0; r < 4; ++r)
-    scatter(rows[r] + blocks * 16, bytes - blocks * 16, steps - blocks * 4, height, packed + blocks * 4 * height + r);
-}
-
-float sum_bf16(const uint8_t* values, int64_t count) {
-  float sums[8] = {};
-  for (int64_t i = 0; i < count; ++i) {
-    uint16_t half;
-    std::memcpy(&half, values + i * 2, 2);
-    uint32_t bits = uint32_t(half) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    sums[i % 8] += value;
-  }
-  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
-
-thread_local Scratch t_quantized;
-
-// The sums of a row's values by group (integers times what takes the offset of the weights off), at `sums` with the stride of a tile.
-void sum_groups(const Linear& w, const uint8_t* values, int64_t height, uint32_t* sums) {
-  int64_t group = int64_t(w.group_units) * k_per_unit(w.format);
-  for (int64_t g = 0; g < w.groups(); ++g) {
-    int64_t begin = g * group, count = std::min(group, w.inputs - begin);
-    if (w.format == W_I4) {
-      float sum = w.zeros ? sum_bf16(values + begin * 2, count) : 0.0f;
-      std::memcpy(&sums[g * height], &sum, 4);
-    } else {
-      auto* q = reinterpret_cast<const int8_t*>(values) + begin;
-      int32_t sum = 0;
-      for (int64_t i = 0; i < count; ++i) sum += q[i];
-      sums[g * height] = uint32_t(sum * -weight_offset(w.format));
-    }
-  }
-}
-
-void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin, int64_t end, const PackedRows& packed) {
-  const Linear& w = *c.weights;
-  const int64_t height = end - begin, steps = row_steps(kernels, w), element = element_bytes(w.input);
-  const bool plain = kernels.plain_rows[w.format];
-  const bool dynamic = is_dynamic(w.format);
-  const int64_t bytes = w.inputs * (dynamic ? 1 : element);
-  auto* q = dynamic ? static_cast<int8_t*>(t_quantized.reserve(size_t(4 * w.inputs))) : nullptr;
-  for (int64_t first = 0; first < height; first += 4) {
-    const uint8_t* rows[4];
-    const int count = int(std::min<int64_t>(4, height - first));
-    for (int i = 0; i < count; ++i) {
-      int64_t r = first + i;
-      rows[i] = static_cast<const uint8_t*>(c.x) + (begin + r) * c.ldx * element;
-      if (dynamic) {
-        packed.scale[begin + r] = kernels.quantize(rows[i], w.input, w.inputs, q + i * w.inputs);
-        rows[i] = reinterpret_cast<const uint8_t*>(q + i * w.inputs);
-      }
-      if (dynamic || is_grouped(w.format)) sum_groups(w, rows[i], height, packed.sums + begin * w.groups() + r);
-    }
-    if (plain) {
-      for (int i = 0; i < count; ++i) scatter(rows[i], bytes, steps, 1, packed.steps + (begin + first + i) * steps);
-      continue;
-    }
-    uint32_t* to = packed.steps + begin * steps + first;
-    if (count == 4)
-      scatter_four(rows, bytes, steps, height, to);
-    else
-      for (int i = 0; i < count; ++i) scatter(rows[i], bytes, steps, height, to + i);
-  }
-}
 
 // A pass: one call, cut into tasks of consecutive panels.
 struct Pass {
@@ -222,7 +88,7 @@ void run_panels(void* raw, int task, int) {
   const Tiles& tiles = pass.tiles;
   int64_t tile_rows = (c.rows + tiles.count - 1) / tiles.count;
   int64_t step = tile_rows <= kernels.pair_rows[w.format] ? 2 : 1;
-  int64_t block = w.units, row_bytes = tile_rows * w.steps() * 4;
+  int64_t block = w.units, row_bytes = tile_rows * w.steps() * (has_wide_rows(kernels, w.format, tile_rows) ? 8 : 4);
   if (row_bytes > kRowBlockBytes + kRowBlockBytes / 2) {
     int64_t blocks = (row_bytes + kRowBlockBytes - 1) / kRowBlockBytes;
     block = (w.units + blocks - 1) / blocks;
@@ -242,8 +108,9 @@ void run_panels(void* raw, int task, int) {
   const uint8_t* after = pass.after;
   if (pass.threads > 0 && task + pass.threads < pass.tasks)
     after = w.weights + w.panels * (task + pass.threads) / pass.tasks * stride;
+  const bool sharing = tiles.count > 1 || reaches(kernels.again_from[w.format], tile_rows);
   bool cold = t_prefetched != w.weights + first * stride;
-  t_prefetched = tiles.count > 1 ? after : nullptr;
+  t_prefetched = sharing ? after : nullptr;
 
   for (int64_t g = first; g < last; g += group) {
     int64_t group_end = std::min(g + group, last);
@@ -276,13 +143,14 @@ void run_panels(void* raw, int task, int) {
         const int begin = cold ? 1 : 0;
         cold = false;
         for (int tile = 0; tile < tiles.count; ++tile) {
-          const bool shared = tiles.count > 1 && tile >= begin && t.next_w != nullptr;
+          const bool shared = sharing && tile >= begin && t.next_w != nullptr;
           t.share = tile - begin;
           t.shares = shared ? tiles.count - begin : 0;
           int64_t row = tiles.begin(tile);
           int rows = int(tiles.begin(tile + 1) - row);
           t.rows = rows;
-          t.x = packed.steps + row * row_dwords + u * steps * (plain ? 1 : rows);
+          const int64_t step_dwords = plain ? 1 : has_wide_rows(kernels, w.format, rows) ? 2 * rows : rows;
+          t.x = packed.steps + row * row_dwords + u * steps * step_dwords;
           t.x_stride = row_dwords * 4;
           t.x_sums = packed.sums + row * w.groups() + (is_grouped(w.format) ? u / w.group_units * rows : 0);
           // the sums of one tile lie together, [rows][32 * panels]

@@ -12,10 +12,10 @@ namespace {
 using Fn = void (*)(const Tile&, int, int);
 
 #define DW_ROWS_6(kernel) {nullptr, kernel(1), kernel(2), kernel(3), kernel(4), kernel(5), kernel(6)}
-#define DW_F32_SPAN(r) span<V256, r, W_F32>
-#define DW_BF16_SPAN(r) span<V256, r, W_BF16>
-#define DW_I8_SPAN(r) span<V256, r, W_I8>
-#define DW_I4_SPAN(r) span_i4<Crowded256, r>
+#define DW_F32_SPAN(r) span<Wide256, r, W_F32>
+#define DW_BF16_SPAN(r) span<Wide256, r, W_BF16>
+#define DW_I8_SPAN(r) span<Wide256, r, W_I8>
+#define DW_I4_SPAN(r) span_i4<Wide256, r>
 #define DW_I8_BYTES(r) bytes_i8<r>
 #define DW_I4_BYTES(r) bytes_i4<r>
 
@@ -53,6 +53,8 @@ const LinearKernels DW_LINEAR_TABLE = {
     {6, 6, 5, kVnni ? 6 : 4, 5, kVnni ? 5 : 4},
     {},
     {},
-    nullptr};
+    nullptr,
+    {0, 3, 2, 0, 2, 0},  // the kernels of many rows
+    {3, 3, 2, 2, 2, 2}};
 
 }  // namespace dw

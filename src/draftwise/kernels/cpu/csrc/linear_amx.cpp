@@ -49,6 +49,8 @@ const LinearKernels linear_amx = {
     {12, 32, 32, 32, 32, 32},
     {6, 0, 0, 0, 0, 0},
     {false, true, true, true, true, true},
-    release_tiles};
+    release_tiles,
+    {},
+    {}};
 
 }  // namespace dw

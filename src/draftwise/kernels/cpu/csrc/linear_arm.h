@@ -61,6 +61,8 @@ const LinearKernels DW_LINEAR_TABLE = {
     {6, 6, 4, kI8Rows, 4, kI4Rows},
     {},
     {},
-    nullptr};
+    nullptr,
+    {},
+    {}};
 
 }  // namespace dw

@@ -34,6 +34,8 @@ const LinearKernels linear_avx512vnni = {
     {12, 12, 10, 12, 10, 12},
     {6, 0, 0, 0, 0, 0},
     {},
-    nullptr};
+    nullptr,
+    {},
+    {}};
 
 }  // namespace dw

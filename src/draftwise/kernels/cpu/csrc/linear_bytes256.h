@@ -41,10 +41,11 @@ void bytes_i8(const Tile& t, int panel, int part) {
     DW_UNROLL for (int v = 0; v < N; ++v)
       // With VNNI the stored w + 128 are multiplied: what is too much stands in x_sums.
       acc[r][v] = t.load ? load_bits(sums + r * stride + v * 8) : _mm256_set1_epi32(kVnni ? x_sums[r] : 0);
+  Fetch<4 / N> fetch(t, w, part);
   for (int64_t u = 0; u < t.units; ++u) {
     __m256i stored[N];
     DW_UNROLL for (int v = 0; v < N; ++v) stored[v] = load_bits(w + v * 32);
-    fetch_soon(w, 32 * N);
+    fetch.next(w);
     if (kVnni) {
       DW_UNROLL for (int r = 0; r < R; ++r) {
         __m256i row = _mm256_set1_epi32(int(x[r]));
@@ -82,6 +83,7 @@ void bytes_i4(const Tile& t, int panel, int part) {
   const int header = t.zeros ? 2 * kHeader : kHeader;
   const int64_t groups = t.units / t.group_units;
   const __m256i mask = _mm256_set1_epi8(15);
+  Fetch<4 / N> fetch(t, at + header + part * 32 * N, part);
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* w = at + header + part * 32 * N;
     __m256i acc[R][N];
@@ -93,7 +95,7 @@ void bytes_i4(const Tile& t, int panel, int part) {
       DW_UNROLL for (int r = 0; r < R; ++r)
         DW_UNROLL for (int v = 0; v < N; ++v) pairs[r][v] = _mm256_setzero_si256();
       for (int u = left < kUnits ? left : kUnits; u > 0; --u) {
-        fetch_soon(w, 32 * N);
+        fetch.next(w);
         __m256i low[N], high[N];
         DW_UNROLL for (int v = 0; v < N; ++v) {
           __m256i bits = load_bits(w + v * 32);

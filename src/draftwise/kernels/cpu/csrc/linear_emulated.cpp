@@ -36,6 +36,8 @@ const LinearKernels linear_emulated = {
     {8, 32, 32, 32, 32, 32},
     {},
     {false, true, true, true, true, true},
-    release_tiles};
+    release_tiles,
+    {},
+    {}};
 
 }  // namespace dw

@@ -15,7 +15,8 @@
 //
 // Rows are packed to match: a tile of R rows is [step][R] dwords, one step per pair (bfloat16) or four (int8) of k, so that a
 // kernel reads both in one stream each, broadcasts a dword of a row and multiplies it into 16 lanes. Kernels on tiles (`plain_rows`) read
-// rows one after the other, [R][steps], padded with zeros to whole chunks of 16 dwords.
+// rows one after the other, [R][steps], padded with zeros to whole chunks of 16 dwords. Kernels that widen pairs of bfloat16 may ask for
+// rows that are widened once, when they are packed (`wide_from`): [step][2][R] float32, the even numbers of the pairs before the odd ones.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +45,7 @@ struct Nibbles {
 
 // One tile: `rows` (1..kMaxTileRows) times one or two panels over `units` units (whole groups of them).
 struct Tile {
-  const uint32_t* x;      // [units * steps][rows] dwords; plain: the first row
+  const uint32_t* x;      // [units * steps][rows] dwords; wide: [units * steps][2][rows]; plain: the first row
   int64_t x_stride;       // plain: bytes from a row to the next
   const uint8_t* w;       // first panel, at the first unit (or header)
   int64_t panel_stride;   // bytes from a panel to the next
@@ -92,9 +93,16 @@ struct LinearKernels {
   int pair_rows[kFormats];  // tiles of at most so many rows take two panels at a time
   bool plain_rows[kFormats];
   void (*release)();  // called when a thread is done for now; or null
+  int wide_from[kFormats];  // tiles of so many rows and more have wide rows; 0: none. Rows are bfloat16
+  // Tiles of so many rows and more read a panel several times, a part of the outputs each time, and prefetch the next panel meanwhile,
+  // even a tile that is alone; 0: none.
+  int again_from[kFormats];
 };
 
 constexpr int kChunkDwords = 16;  // of a row, where rows are plain
+
+inline bool reaches(int from, int64_t rows) { return from != 0 && rows >= from; }
+inline bool has_wide_rows(const LinearKernels& kernels, Format f, int64_t rows) { return reaches(kernels.wide_from[f], rows); }
 
 // Which number of a row's dword: the float32, or the lower or upper bfloat16.
 enum class Half { kWhole, kEven, kOdd };

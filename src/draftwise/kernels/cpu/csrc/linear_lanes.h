@@ -104,7 +104,7 @@ struct Lanes : B {
   // BFDOT, for every number of rows: what it rounds, and how, is its own (two products are rounded to odd, added, rounded to odd again,
   // numbers below the normal ones are zero), but the same for every lane. BFMMLA, which does twice as much, is not used: a
   // single row would have to go through it as well, half of it for nothing, since nobody promises that it rounds as BFDOT does.
-  static constexpr bool kPairs = true;
+  static constexpr bool kPairs = true, kWide = false;
   template <int R>
   static DW_ALWAYS void add_pairs(F (&acc)[R][2], const I (&pairs)[2], const uint32_t* x) {
     const RowLanes<R> rows(x);
@@ -114,7 +114,7 @@ struct Lanes : B {
     });
   }
 #else
-  static constexpr bool kPairs = false;
+  static constexpr bool kPairs = false, kWide = false;
 #endif
 };
 

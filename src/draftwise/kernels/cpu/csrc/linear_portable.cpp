@@ -10,6 +10,8 @@ const LinearKernels linear_portable = {
     {8, 8, 8, 8, 8, 8},
     {},
     {},
-    nullptr};
+    nullptr,
+    {},
+    {}};
 
 }  // namespace dw

@@ -12,7 +12,7 @@ namespace dw {
 namespace {
 
 // V::add_rows where a row's number has to be broadcast to be multiplied. Few rows are broadcast as they are loaded, and their halves parted
-// in vectors; for more, GCC would keep the whole dwords of all rows, for which there are no registers left.
+// in vectors; for more, GCC would keep the whole dwords of all rows, for which there are no registers left (256 bits: those are wide).
 template <class V, int R, Half kHalf>
 inline void broadcast_rows(typename V::F (&acc)[R][2], const typename V::F (&w)[2], const uint32_t* x) {
   for (int r = 0; r < R; ++r) {
@@ -30,12 +30,8 @@ inline void broadcast_rows(typename V::F (&acc)[R][2], const typename V::F (&w)[
 struct V256 {
   using F = __m256;
   using I = __m256i;
-  static constexpr int kBytes = 32, kFewRows = 4;
-  static constexpr bool kPairs = false;
-  template <int R, Half kHalf>
-  static void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
-    broadcast_rows<V256, R, kHalf>(acc, w, x);
-  }
+  static constexpr int kBytes = 32;
+  static constexpr bool kPairs = false, kWide = false;
   static F zero() { return _mm256_setzero_ps(); }
   static I set(int bits) { return _mm256_set1_epi32(bits); }
   static I set_float(float value) { return _mm256_castps_si256(_mm256_set1_ps(value)); }
@@ -65,19 +61,25 @@ struct V256 {
   static I high_pairs(I a, I b) { return _mm256_unpackhi_epi8(a, b); }
 };
 
-// Where tables and masks take registers, too.
-struct Crowded256 : V256 {
-  static constexpr int kFewRows = 1;
+// Rows that are float32 already, from three on. Each product is written in assembly: GCC would add up in the register of the row's number,
+// and move sums of six rows to memory and back. What the assembly names as memory keeps numbers of later steps from being loaded early.
+struct Wide256 : V256 {
+  static constexpr bool kWide = true;
   template <int R, Half kHalf>
   static void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
-    broadcast_rows<Crowded256, R, kHalf>(acc, w, x);
+    static_assert(kHalf == Half::kWhole, "wide rows have one number in a dword");
+    for (int r = 0; r < R; ++r) {
+      const F row = _mm256_broadcast_ss(reinterpret_cast<const float*>(x) + r);
+      for (int v = 0; v < 2; ++v) __asm__("vfmadd231ps %2, %1, %0" : "+x"(acc[r][v]) : "x"(w[v]), "x"(row));
+    }
+    __asm__ volatile("" ::: "memory");
   }
 };
 
 // A panel is two of them.
 struct Whole256 : Twice<V256> {
   static constexpr int kFewRows = 2;
-  static constexpr bool kPairs = false;
+  static constexpr bool kPairs = false, kWide = false;
   template <int R, Half kHalf>
   static DW_ALWAYS void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
     broadcast_rows<Whole256, R, kHalf>(acc, w, x);
@@ -89,7 +91,7 @@ struct V512 {
   using F = __m512;
   using I = __m512i;
   static constexpr int kBytes = 64, kFewRows = 8;
-  static constexpr bool kPairs = false;
+  static constexpr bool kPairs = false, kWide = false;
   template <int R, Half kHalf>
   static void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
     broadcast_rows<V512, R, kHalf>(acc, w, x);

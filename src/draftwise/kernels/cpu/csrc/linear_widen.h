@@ -3,7 +3,8 @@
 // their vectors (linear_vectors.h, linear_lanes.h):
 //   F, I          vectors of floats and of bits         kBytes  bytes of a vector
 //   kPairs        whether pairs of bfloat16 are multiplied as they are: `add_pairs`
-//   add_rows      acc[r][v] += w[v] * a number of row r, one of each dword at x (`Half`)
+//   kWide         whether rows are packed wide: their numbers are float32 already
+//   add_rows      acc[r][v] += w[v] * a number of row r, one of each dword at x (`Half`); kWide: kWhole alone
 // and the few operations on them that are used below.
 //
 // An output is one lane that adds up over k in sequence, of a pair of k first the even one.
@@ -11,15 +12,35 @@
 
 #include "compiler.h"
 #include "linear_kernels.h"
+#include "linear_twice.h"
 
 namespace dw {
 namespace {
 
-// Asks memory for weights, some units ahead of `w`. Who reads only `bytes` of every unit, beside others, asks for more than that: the
-// first reader fetches whole units, and the others find theirs in the second-level cache.
-inline __attribute__((always_inline)) void fetch_soon(const uint8_t* w, int bytes) {
-  for (int line = 0; line < (bytes < kUnitBytes ? bytes + 64 : bytes); line += 64) __builtin_prefetch(w + 2048 + line);
-}
+// Asks memory for weights, in a loop over the units of a tile, for the `part`-th of kParts readers of a panel. One line of each unit is the
+// reader's own, some way ahead. The other one is what Tile::share says. Who reads alone asks for the rest of the unit: the first reader of a
+// panel fetches it for the others, into the second-level cache. Who shares asks for its share of the next panel, a little with each unit.
+// Example: 256 units, the second of two tiles, the first of two readers: from the middle of the next panel on, half a line with each unit.
+template <int kParts>
+struct Fetch {
+  static constexpr int kAhead = 2048;
+  const uint8_t* other;
+  int64_t step;
+
+  DW_ALWAYS Fetch(const Tile& t, const uint8_t* w, int part) : other(w + kAhead + 64), step(t.bytes / t.units) {
+    if (t.shares == 0) return;
+    const int64_t pieces = int64_t(t.shares) * kParts, piece = int64_t(t.share) * kParts + part;
+    other = t.next_w + t.bytes * piece / pieces;
+    step = (t.bytes + t.units * pieces - 1) / (t.units * pieces);
+  }
+  DW_ALWAYS void next(const uint8_t* w) {
+    __builtin_prefetch(w + kAhead);
+    // Each line once: what is asked of the second-level cache again costs time there. No branch: with one, GCC copies all sums.
+    const uint8_t* at = (reinterpret_cast<uintptr_t>(other) & 63) < uintptr_t(step) ? other : w;
+    __builtin_prefetch(at, 0, kParts == 1 ? 3 : 2);
+    other += step;
+  }
+};
 
 // Where byte k (0..3) of each of four outputs stands in 16 bytes of W_I8, twice: in the low byte of a dword and in its high one.
 alignas(16) constexpr uint8_t kByteOf[4][16] = {
@@ -37,16 +58,31 @@ inline typename V::F odd_of(typename V::I pairs) {
   return V::as_floats(V::bits_and(pairs, V::set(int(0xffff0000u))));
 }
 
-// Pairs of bfloat16 weights times a pair of each row.
-template <class V, int R>
-inline void add_pairs(typename V::F (&acc)[R][2], const typename V::I (&pairs)[2], const uint32_t* x) {
+// Dwords of each row in a step.
+template <class V>
+constexpr int kStep = V::kWide ? 2 : 1;
+
+// Weights times the even or the odd number of each row's pair at x.
+template <class V, int R, Half kHalf>
+inline void add_half(typename V::F (&acc)[R][2], const typename V::F (&w)[2], const uint32_t* x) {
+  if constexpr (V::kWide)
+    V::template add_rows<R, Half::kWhole>(acc, w, kHalf == Half::kEven ? x : x + R);
+  else
+    V::template add_rows<R, kHalf>(acc, w, x);
+}
+
+// Pairs of bfloat16 weights times a pair of each row. `pairs(v)` gives the v-th vector; it is asked again for the odd numbers, so that
+// nobody has to keep pairs in registers that sums need.
+template <class V, int R, class Pairs>
+DW_ALWAYS void add_pairs(typename V::F (&acc)[R][2], const Pairs& pairs, const uint32_t* x) {
   if constexpr (V::kPairs) {
-    V::template add_pairs<R>(acc, pairs, x);
+    const typename V::I both[2] = {pairs(0), pairs(1)};
+    V::template add_pairs<R>(acc, both, x);
   } else {
-    const typename V::F even[2] = {even_of<V>(pairs[0]), even_of<V>(pairs[1])};
-    V::template add_rows<R, Half::kEven>(acc, even, x);
-    const typename V::F odd[2] = {odd_of<V>(pairs[0]), odd_of<V>(pairs[1])};
-    V::template add_rows<R, Half::kOdd>(acc, odd, x);
+    const typename V::F even[2] = {even_of<V>(pairs(0)), even_of<V>(pairs(1))};
+    add_half<V, R, Half::kEven>(acc, even, x);
+    const typename V::F odd[2] = {odd_of<V>(pairs(0)), odd_of<V>(pairs(1))};
+    add_half<V, R, Half::kOdd>(acc, odd, x);
   }
 }
 
@@ -63,17 +99,18 @@ void span(const Tile& t, int panel, int part) {
     DW_UNROLLED
     for (int v = 0; v < 2; ++v)
       acc[r][v] = t.load ? V::load_floats(sums + r * stride + v * (V::kBytes / 4)) : V::zero();
+  Fetch<kUnitBytes / (2 * V::kBytes)> fetch(t, w, part);
   for (int64_t u = 0; u < t.units; ++u) {
-    typename V::I bits[2] = {V::load(w), V::load(w + V::kBytes)};
-    fetch_soon(w, 2 * V::kBytes);
+    fetch.next(w);
     if (F == W_BF16) {
-      add_pairs<V, R>(acc, bits, x);
-      x += R;
+      add_pairs<V, R>(acc, [w](int v) __attribute__((always_inline)) { return V::load(w + v * V::kBytes); }, x);
+      x += kStep<V> * R;
     } else if (F == W_F32) {
-      const typename V::F wide[2] = {V::as_floats(bits[0]), V::as_floats(bits[1])};
+      const typename V::F wide[2] = {V::as_floats(V::load(w)), V::as_floats(V::load(w + V::kBytes))};
       V::template add_rows<R, Half::kWhole>(acc, wide, x);
       x += R;
     } else {
+      const typename V::I bits[2] = {V::load(w), V::load(w + V::kBytes)};
       DW_UNROLLED
       for (int k = 0; k < 4; ++k) {
         typename V::F wide[2];
@@ -84,11 +121,11 @@ void span(const Tile& t, int panel, int part) {
           wide[v] = V::floats_or(magnitude, V::as_floats(V::bits_and(both, V::set(int(0x80000000u)))));
         }
         if (k % 2 == 0)
-          V::template add_rows<R, Half::kEven>(acc, wide, x + k / 2 * R);
+          add_half<V, R, Half::kEven>(acc, wide, x + k / 2 * kStep<V> * R);
         else
-          V::template add_rows<R, Half::kOdd>(acc, wide, x + k / 2 * R);
+          add_half<V, R, Half::kOdd>(acc, wide, x + k / 2 * kStep<V> * R);
       }
-      x += 2 * R;
+      x += 2 * kStep<V> * R;
     }
     w += kUnitBytes;
   }
@@ -130,6 +167,7 @@ void span_i4(const Tile& t, int panel, int part) {
   const int header = t.zeros ? 2 * kHeader : kHeader;
   const int64_t groups = t.units / t.group_units;
   const typename V::I low = V::repeat(t.nibbles->low), high = V::repeat(t.nibbles->high), mask = V::set(0x0f0f0f0f);
+  Fetch<kUnitBytes / (2 * V::kBytes)> fetch(t, at + header + part * 2 * V::kBytes, part);
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* w = at + header + part * 2 * V::kBytes;
     typename V::F acc[R][2];
@@ -138,7 +176,7 @@ void span_i4(const Tile& t, int panel, int part) {
       DW_UNROLLED
       for (int v = 0; v < 2; ++v) acc[r][v] = V::zero();
     for (int u = 0; u < t.group_units; ++u) {
-      fetch_soon(w, 2 * V::kBytes);
+      fetch.next(w);
       DW_UNROLLED
       for (int half = 0; half < 2; ++half) {
         typename V::I first[2], second[2];
@@ -150,9 +188,9 @@ void span_i4(const Tile& t, int panel, int part) {
           first[v] = V::low_pairs(lows, highs);
           second[v] = V::high_pairs(lows, highs);
         }
-        add_pairs<V, R>(acc, first, x);
-        add_pairs<V, R>(acc, second, x + R);
-        x += 2 * R;
+        add_pairs<V, R>(acc, [&](int v) __attribute__((always_inline)) { return first[v]; }, x);
+        add_pairs<V, R>(acc, [&](int v) __attribute__((always_inline)) { return second[v]; }, x + kStep<V> * R);
+        x += 2 * kStep<V> * R;
       }
       w += kUnitBytes;
     }

@@ -1,0 +1,166 @@
+// Rows as linear kernels want them: cut into tiles, quantised or widened where the format asks for it, and packed.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "compiler.h"
+#include "linear_weights.h"
+#include "memory.h"
+
+namespace dw {
+namespace {
+
+// Rows are cut into tiles of nearly equal height: 9 rows in tiles of at most 8 are 5 + 4.
+struct Tiles {
+  int count;
+  int64_t rows;
+  Tiles(int64_t rows, int limit) : count(int((rows + limit - 1) / limit)), rows(rows) {}
+  int64_t begin(int tile) const { return rows * tile / count; }
+};
+
+// Dwords of a packed row, or the room for them if some tiles have wide rows. Plain rows have a chunk to spare: the last one of a group may
+// reach beyond it, and rows whose distance is a power of two would stand in each other's way in the cache.
+int64_t row_steps(const LinearKernels& kernels, const Linear& w) {
+  if (!kernels.plain_rows[w.format]) return w.steps() * (kernels.wide_from[w.format] != 0 ? 2 : 1);
+  return ((w.steps() + kChunkDwords - 1) / kChunkDwords + 1) * kChunkDwords;
+}
+
+// Rows as kernels want them, in one buffer: per tile [steps][R] dwords (wide: [steps][2][R]; plain: [R][steps]), then per tile sums of the rows' values
+// [groups][R], then the rows' scales [rows].
+struct PackedRows {
+  uint32_t* steps;
+  uint32_t* sums;    // int32, or float32 for W_I4
+  float* scale;
+
+  PackedRows(void* buffer, const LinearKernels& kernels, const Linear& w, int64_t rows)
+      : steps(static_cast<uint32_t*>(buffer)), sums(steps + rows * row_steps(kernels, w)),
+        scale(reinterpret_cast<float*>(sums + rows * w.groups())) {}
+  static size_t bytes(const LinearKernels& kernels, const Linear& w, int64_t rows) {
+    return size_t(rows * (row_steps(kernels, w) + w.groups() + 1)) * 4;
+  }
+};
+
+// One row's dwords into column r of a tile of `height` rows; what is missing to `steps` is zero.
+void scatter(const uint8_t* row, int64_t bytes, int64_t steps, int64_t height, uint32_t* packed) {
+  int64_t whole = bytes / 4;
+  for (int64_t u = 0; u < whole; ++u) std::memcpy(&packed[u * height], row + u * 4, 4);
+  for (int64_t u = whole; u < steps; ++u) {
+    uint32_t last = 0;
+    if (u == whole) std::memcpy(&last, row + whole * 4, size_t(bytes - whole * 4));
+    packed[u * height] = last;
+  }
+}
+
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+inline Four load_four(const uint8_t* from) {
+  Four v;
+  std::memcpy(&v, from, 16);
+  return v;
+}
+
+// As `scatter`, every pair of bfloat16 as two float32: dword u goes to places 2 u (the lower half) and 2 u + 1 of its column.
+void scatter_wide(const uint8_t* row, int64_t bytes, int64_t steps, int64_t height, uint32_t* packed) {
+  for (int64_t u = 0; u < steps; ++u) {
+    uint32_t pair = 0;
+    if (u * 4 < bytes) std::memcpy(&pair, row + u * 4, size_t(std::min<int64_t>(4, bytes - u * 4)));
+    packed[2 * u * height] = pair << 16;
+    packed[(2 * u + 1) * height] = pair & 0xffff0000u;
+  }
+}
+
+// As four times `scatter` (or `scatter_wide`), for columns r .. r + 3: blocks of four by four are transposed in registers.
+template <bool kWide>
+void scatter_four(const uint8_t* const (&rows)[4], int64_t bytes, int64_t steps, int64_t height, uint32_t* packed) {
+  int64_t blocks = bytes / 16;
+  for (int64_t b = 0; b < blocks; ++b) {
+    Four r0 = load_four(rows[0] + b * 16), r1 = load_four(rows[1] + b * 16);
+    Four r2 = load_four(rows[2] + b * 16), r3 = load_four(rows[3] + b * 16);
+    Four low01 = DW_SHUFFLE(r0, r1, 0, 4, 1, 5), high01 = DW_SHUFFLE(r0, r1, 2, 6, 3, 7);
+    Four low23 = DW_SHUFFLE(r2, r3, 0, 4, 1, 5), high23 = DW_SHUFFLE(r2, r3, 2, 6, 3, 7);
+    Four columns[4] = {DW_SHUFFLE(low01, low23, 0, 1, 4, 5), DW_SHUFFLE(low01, low23, 2, 3, 6, 7),
+                       DW_SHUFFLE(high01, high23, 0, 1, 4, 5),
+                       DW_SHUFFLE(high01, high23, 2, 3, 6, 7)};
+    for (int i = 0; i < 4; ++i) {
+      if (kWide) {
+        Four even = columns[i] << 16, odd = columns[i] & 0xffff0000u;
+        std::memcpy(&packed[2 * (b * 4 + i) * height], &even, 16);
+        std::memcpy(&packed[(2 * (b * 4 + i) + 1) * height], &odd, 16);
+      } else {
+        std::memcpy(&packed[(b * 4 + i) * height], &columns[i], 16);
+      }
+    }
+  }
+  constexpr int kDwords = kWide ? 2 : 1;
+  for (int r = 0; r < 4; ++r)
+    (kWide ? scatter_wide : scatter)(rows[r] + blocks * 16, bytes - blocks * 16, steps - blocks * 4, height,
+                                     packed + blocks * 4 * kDwords * height + r);
+}
+
+float sum_bf16(const uint8_t* values, int64_t count) {
+  float sums[8] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    uint16_t half;
+    std::memcpy(&half, values + i * 2, 2);
+    uint32_t bits = uint32_t(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    sums[i % 8] += value;
+  }
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+thread_local Scratch t_quantized;
+
+// The sums of a row's values by group (integers times what takes the offset of the weights off), at `sums` with the stride of a tile.
+void sum_groups(const Linear& w, const uint8_t* values, int64_t height, uint32_t* sums) {
+  int64_t group = int64_t(w.group_units) * k_per_unit(w.format);
+  for (int64_t g = 0; g < w.groups(); ++g) {
+    int64_t begin = g * group, count = std::min(group, w.inputs - begin);
+    if (w.format == W_I4) {
+      float sum = w.zeros ? sum_bf16(values + begin * 2, count) : 0.0f;
+      std::memcpy(&sums[g * height], &sum, 4);
+    } else {
+      auto* q = reinterpret_cast<const int8_t*>(values) + begin;
+      int32_t sum = 0;
+      for (int64_t i = 0; i < count; ++i) sum += q[i];
+      sums[g * height] = uint32_t(sum * -weight_offset(w.format));
+    }
+  }
+}
+
+void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin, int64_t end, const PackedRows& packed) {
+  const Linear& w = *c.weights;
+  const int64_t height = end - begin, room = row_steps(kernels, w), element = element_bytes(w.input);
+  const bool plain = kernels.plain_rows[w.format], wide = has_wide_rows(kernels, w.format, height);
+  const int64_t steps = plain ? room : w.steps();
+  const bool dynamic = is_dynamic(w.format);
+  const int64_t bytes = w.inputs * (dynamic ? 1 : element);
+  auto* q = dynamic ? static_cast<int8_t*>(t_quantized.reserve(size_t(4 * w.inputs))) : nullptr;
+  for (int64_t first = 0; first < height; first += 4) {
+    const uint8_t* rows[4];
+    const int count = int(std::min<int64_t>(4, height - first));
+    for (int i = 0; i < count; ++i) {
+      int64_t r = first + i;
+      rows[i] = static_cast<const uint8_t*>(c.x) + (begin + r) * c.ldx * element;
+      if (dynamic) {
+        packed.scale[begin + r] = kernels.quantize(rows[i], w.input, w.inputs, q + i * w.inputs);
+        rows[i] = reinterpret_cast<const uint8_t*>(q + i * w.inputs);
+      }
+      if (dynamic || is_grouped(w.format)) sum_groups(w, rows[i], height, packed.sums + begin * w.groups() + r);
+    }
+    if (plain) {
+      for (int i = 0; i < count; ++i) scatter(rows[i], bytes, steps, 1, packed.steps + (begin + first + i) * steps);
+      continue;
+    }
+    uint32_t* to = packed.steps + begin * room + first;
+    if (count == 4)
+      (wide ? scatter_four<true> : scatter_four<false>)(rows, bytes, steps, height, to);
+    else
+      for (int i = 0; i < count; ++i) (wide ? scatter_wide : scatter)(rows[i], bytes, steps, height, to + i);
+  }
+}
+
+}  // namespace
+}  // namespace dw
