@@ -92,7 +92,7 @@ class Recording(RowTape):
             dtype=DTYPES[target.dtype],
             weight=self._exchange(ranks),
         )
-        return as_tensor(Symbol(self, target))
+        return as_tensor(Symbol(target))
 
     def gather_ranks(self, x: object, total: int, ranks: Ranks) -> Tensor:
         source = buffer_of(x)
@@ -169,7 +169,7 @@ class Recording(RowTape):
             kv_dtype=KV_DTYPES[entries.dtype],
             epilogue=is_latent(entries, heads.num_kv_heads, heads.head_dim),
         )
-        return as_tensor(Symbol(self, packed))
+        return as_tensor(Symbol(packed))
 
     def attention(
         self,

@@ -62,13 +62,13 @@ class RowTape(Tape):
         source, target = buffer_of(x), self._changed(residual)
         if not self._add_product(source, target):
             self._append(_ADD, x=source.number, y=target.number, width=source.width)
-        return as_tensor(Symbol(self, target))
+        return as_tensor(Symbol(target))
 
     def clear_first(self, x: object, positions: object) -> Tensor:
         target = self._changed(x)
         size = target.width * target.dtype.itemsize
         self._append(_CLEAR_FIRST, x=target.number, y=buffer_of(positions).number, width=size)
-        return as_tensor(Symbol(self, target))
+        return as_tensor(Symbol(target))
 
     def pick(self, x: object) -> Tensor:
         """The rows of x that logits are wanted for; what follows is recorded for these alone."""
@@ -160,13 +160,13 @@ class RowTape(Tape):
         target = self._changed(x)
         dtype = DTYPES[target.dtype]  # of logits, another than the model's
         self._append(_SCALE, x=target.number, width=target.width, scale=factor, dtype=dtype)
-        return as_tensor(Symbol(self, target))
+        return as_tensor(Symbol(target))
 
     def softcap(self, x: object, cap: float) -> Tensor:
         target = self._changed(x)
         require(target.dtype is torch.float32, "float32 numbers")
         self._append(_SOFTCAP, x=target.number, width=target.width, softcap=cap)
-        return as_tensor(Symbol(self, target))
+        return as_tensor(Symbol(target))
 
     def layer_norm(self, x: object, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         source = buffer_of(x)

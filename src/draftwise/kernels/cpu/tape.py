@@ -47,13 +47,20 @@ class Buffer:
 
 
 class Symbol:
-    """Stands for a tensor of a pass that is being recorded: [rows, width]."""
+    """Stands for a tensor of a pass that is being recorded: [rows, width]. It does not keep the recording alive, which
+    keeps symbols, and the weights of all its operations."""
 
-    __slots__ = ("_buffer", "program")
+    __slots__ = ("_buffer",)
 
-    def __init__(self, program: Tape, buffer: Buffer) -> None:
-        self.program = program
+    def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
+
+    @property
+    def program(self) -> Tape:
+        recording = self._buffer.recording()
+        if recording is None:
+            raise RecordingError("a symbol is used after its recording has ended")
+        return recording
 
     @property
     def buffer(self) -> Buffer:
@@ -103,7 +110,7 @@ class Tape:
     def _input(self, width: int = 1, dtype: torch.dtype = torch.int64) -> Symbol:
         self._row_bytes.append(0)
         self._exact.append(width * dtype.itemsize)
-        return Symbol(self, Buffer(self, len(self._row_bytes) - 1, width, dtype))
+        return Symbol(Buffer(self, len(self._row_bytes) - 1, width, dtype))
 
     def _new(self, width: int, dtype: torch.dtype) -> Symbol:
         # By exact size: results are tensors of their own width, which a wider predecessor in one buffer would overrun.
@@ -116,7 +123,7 @@ class Tape:
             number = len(self._row_bytes)
             self._row_bytes.append(size)
             self._exact.append(exact)
-        return Symbol(self, Buffer(self, number, width, dtype))
+        return Symbol(Buffer(self, number, width, dtype))
 
     def release(self, buffer: Buffer) -> None:
         if self._row_bytes[buffer.number]:

@@ -6,6 +6,8 @@ and makes them into features for many steps at once.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,10 +44,11 @@ class FeatureSource:
         self._blocks = block_features
         self._waiting: list[_Waiting] = []
         self._rows = 0  # of the passes that wait
+        self._compute = _weakly(self.compute)
 
     def expected(self) -> Features:
         """Features that `wait` will be told of; `Features.value` computes them from then on."""
-        return Features(self.compute)
+        return Features(self._compute)
 
     def wait(
         self,
@@ -99,6 +102,19 @@ class FeatureSource:
         if ends:
             rows, blocks = to_device([list(ends.values()), list(ends)], features.device)
             self._blocks[blocks, 0] = features.index_select(0, rows)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a bound method, and does not keep its object alive: the object holds the features that wait, which hold
+    this. Else a closed engine's models would stay until the collector comes."""
+    found = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = found()
+        assert bound is not None, "features are read after their source is gone"
+        bound()
+
+    return call
 
 
 def _index(rows_np: IntArray, hidden: Tensor) -> Tensor | slice:
