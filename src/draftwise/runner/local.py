@@ -28,7 +28,7 @@ from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
 from draftwise.runner.ordinary import OrdinarySteps
 from draftwise.runner.outcome import Outcome, drafting, row_results
-from draftwise.runner.placing import Placing
+from draftwise.runner.placing import Placing, Wanted
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.runner.seat_results import Flight
 from draftwise.runner.seats import Seats
@@ -232,7 +232,7 @@ class LocalExecutor(Executor):
         self._compaction.compact()
         verified = self._clock()
 
-        self._drafting.propose(drafting(steps, outcomes))
+        self._drafting.propose(Wanted.of(drafting(steps, outcomes)))
         drafted = self._clock()
         return StepResult(
             step=plan.step,

@@ -25,7 +25,7 @@ from draftwise.kernels.cpu.records import check_record
 from draftwise.kv.storage import KVStorage
 from draftwise.runner.batch import StepBatch, StepRow
 from draftwise.runner.rows import DrafterFill, Row, RowBook
-from draftwise.runner.side_by_side import Decided, OrdinaryStep
+from draftwise.runner.side_by_side import Decided, OrdinaryStep, Read
 from draftwise.sampling.state import DRAW, SamplingState
 from draftwise.sched.columns import NUMBERS, PROPOSED, PlanColumns, RowColumns
 from draftwise.types import (
@@ -78,7 +78,7 @@ class OrdinarySteps:
         self._taken = library.function(
             "dw_step_taken",
             _I64,
-            [_I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _I64, *[_PTR] * 6, *[_PTR] * 4],
+            [_I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _I64, *[_PTR] * 9, _I64, _PTR, _PTR],
         )
         self._waiting = library.function("dw_step_waiting", None, [_I64, _PTR, _PTR])
         self._move = library.function("dw_move_slots", None, [_PTR, *[_I64] * 5, _PTR, _PTR])
@@ -240,10 +240,13 @@ class OrdinarySteps:
         )
         results, tokens = array("i", bytes(4 * NUMBERS * count)), array("i", bytes(4 * (number + nodes)))
         moves, goes_on = array("q", bytes(16 * nodes)), array("i", bytes(4 * number))
-        read: IntArray | None = None
+        read: Read | None = None
+        room, read_at, counts_at, facts_at = 0, None, None, None
         if told:
-            read = np.empty(number + sum(step.plan.num_new) + nodes, np.int32)
-        read_at = None if read is None else address(read)
+            room = sum(step.plan.num_new) + nodes
+            read = Read(array("i", bytes(4 * number)), array("q", bytes(24)), np.empty((3, room), np.int64))
+            read_at, counts_at = address(read.rows_np), read.counts.buffer_info()[0]
+            facts_at = read.facts.buffer_info()[0]
         at_of = decided.at
         moved = self._taken(
             count,
@@ -262,8 +265,10 @@ class OrdinarySteps:
             moves.buffer_info()[0],
             step.plan.num_new.buffer_info()[0],
             address(step.input.attention.query_start_np),
-            None if read_at is None else read_at + 4 * number,
             read_at,
+            room,
+            counts_at,
+            facts_at,
         )
         self.stale = True
         decided.goes_on, decided.read = goes_on, read

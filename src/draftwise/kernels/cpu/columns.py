@@ -186,6 +186,55 @@ class RowPacker:
         return found
 
 
+class RowCopies:
+    """Copies rows of one tensor to places in another."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._copy: Callable[..., None] = library.function(
+            "dw_copy_rows", None, [_PTR, _I64, _I64, _PTR, _I64, _I64, _I64, _I64, _PTR, _PTR]
+        )
+
+    def copy(
+        self, source: Tensor, rows_np: npt.NDArray[np.int64], target: Tensor, places_np: npt.NDArray[np.int64]
+    ) -> None:
+        """Row rows_np[i] of ``source`` [n, F] becomes the first F numbers of target[places_np[i]], one after the other.
+        Numbers of a row lie side by side."""
+        size, width = source.element_size(), source[0].numel() if len(source) else 0
+        if (
+            target.dtype is not source.dtype
+            or source.stride(-1) != 1
+            or not target[:1].is_contiguous()
+            or target[:1].numel() < width
+            or rows_np.shape != places_np.shape
+            or not rows_np.dtype == places_np.dtype == np.int64
+            or not (rows_np.flags.c_contiguous and places_np.flags.c_contiguous)
+        ):
+            refuse("rows of one type, and an int64 place for each")
+        self._copy(
+            target.data_ptr(),
+            target.shape[0],
+            target.stride(0) * size,
+            source.data_ptr(),
+            source.shape[0],
+            source.stride(0) * size,
+            width * size,
+            len(rows_np),
+            address(rows_np),
+            address(places_np),
+        )
+
+
+@functools.cache
+def _copies() -> RowCopies | None:
+    library = _library()
+    return None if library is None else RowCopies(library)
+
+
+def row_copies(device: torch.device) -> RowCopies | None:
+    """For tensors on a CPU; None for other devices, and where the native library was not built."""
+    return _copies() if device.type == "cpu" else None
+
+
 def own_packer(device: torch.device) -> RowPacker | None:
     """One that reuses tensors, for whoever is done with a batch before it makes the next one: passes on a CPU. None for
     other devices, and where the native library was not built."""
