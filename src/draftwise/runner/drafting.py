@@ -106,11 +106,21 @@ class Drafting:
     # ------------------------------------------------------------------------------- after the target pass
 
     def observe(
-        self, rows: Sequence[Row], rids: Sequence[int], batch: StepInput, output: TargetOutput
+        self,
+        rows: Sequence[Row],
+        rids: Sequence[int],
+        batch: StepInput,
+        output: TargetOutput,
+        method: str | None = None,
     ) -> None:
-        """All rows of the step, for those who draft for one of them. Who fails to look at it cannot draft for any."""
+        """All rows of the step, for those who draft for one of them. Who fails to look at it cannot draft for any.
+        ``method``: of all requests, if they have one."""
+        alike = method is not None and not self.guard.failed_once
         for name in self._observers:
-            own = [row for row in rows if row.method == name and not row.drafting_failed]
+            if alike:
+                own = rows if method == name else ()
+            else:
+                own = [row for row in rows if row.method == name and not row.drafting_failed]
             if own:
                 try:
                     self._proposers[name].observe(rids, batch, output)
@@ -157,18 +167,17 @@ class Drafting:
         for name, (rows, told) in groups.items():
             self._committed(name, rows, told)
 
-    def read_columns(self, rows: Sequence[Row], read: Callable[[], ReadColumns | None]) -> bool:
+    def read_columns(
+        self, rows: Sequence[Row], name: str | None, read: Callable[[], ReadColumns | None]
+    ) -> bool:
         """`committed` of all requests of a step, if one drafter is told of all of them and can be told so: ``read``
-        then gives what it is told. False: nothing was done."""
-        name = rows[0].method
-        if name not in self._observers or name in self._foreign:
+        then gives what it is told. ``name``: their method, if they have one. False: nothing was done."""
+        if name is None or name not in self._observers or name in self._foreign:
             return False
         follower: object = self._proposers[name]
-        if (
-            not follows_columns(follower)
-            or not follower.reads_columns
-            or [row for row in rows if row.method != name or row.drafting_failed]
-        ):
+        if not follows_columns(follower) or not follower.reads_columns:
+            return False
+        if self.guard.failed_once and True in [row.drafting_failed for row in rows]:
             return False
         columns = read()
         if columns is None:

@@ -261,7 +261,7 @@ class LocalExecutor(Executor):
             prompt = one_by_one.prompt_logprobs(apart, output.hidden)
         if drafting.observes:
             assert output is not None
-            drafting.observe(step.rows, step.plan.rids, step.input, output)
+            drafting.observe(step.rows, step.plan.rids, step.input, output, step.method)
         # first: torch may overwrite what it decides by
         moved = ordinary.decide(step, logits, told=drafting.observes)
         outcomes: list[Outcome] = []
@@ -271,7 +271,7 @@ class LocalExecutor(Executor):
         followed = 0.0
         if drafting.observes:
             before = self._clock()
-            if not drafting.read_columns(step.rows, step.read_columns):
+            if not drafting.read_columns(step.rows, step.method, step.read_columns):
                 drafting.committed(step.read(read))
             followed = self._clock() - before
         ordinary.compact(self._storage, *moved)

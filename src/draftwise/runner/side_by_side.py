@@ -34,20 +34,21 @@ class Read(NamedTuple):
 
 @dataclass(slots=True)
 class Decided:
-    """D requests that are decided in columns, with N nodes to verify. ``at``: which ones of the step they are, None:
-    all; ``places``: where their books lie; ``own`` [D]: nodes of each; ``inputs``: the addresses of ``draws``,
-    ``numbers``, ``given``, ``q_at`` (None: nobody samples) and ``methods``. Of the answer: ``goes_on`` [D]: whether
-    it has not ended; ``read``: the rows whose tokens are final now, if somebody asked for that."""
+    """D requests that are decided in columns, with N nodes to verify.
+
+    ``at``: which ones of the step they are, None: all; ``places``: where their books lie; ``own`` [D]: nodes of each;
+    ``given`` [3 * N]: tokens, parents and rows of q of the nodes; ``inputs``: where draws, numbers, nodes, places of q
+    (None: nobody samples) and methods lie for ``dw_verify``. The next step overwrites these two (`laying.Laid`).
+
+    Of the answer: ``goes_on`` [D]: whether it has not ended; ``read``: the rows whose tokens are final now, if somebody
+    asked for that.
+    """
 
     at: array[int] | None
     rows: list[Row]
     places: array[int]
     own: array[int]
-    methods: array[int]
-    draws: bytearray
-    numbers: array[int]
     given: array[int]
-    q_at: array[int]
     inputs: tuple[int, int, int, int | None, int]
     goes_on: array[int] | None = None
     read: Read | None = None
@@ -69,7 +70,8 @@ class OrdinaryStep:
 
     ``decided``: who is decided in columns. ``apart``: the others, in the batch of all: `StepBatch.steps`, ``starts``,
     ``owners`` and what belongs to them have entries for these alone, and are numbers of rows in the whole step;
-    ``apart_at``: which ones of the step they are. ``results``: once it is decided.
+    ``apart_at``: which ones of the step they are. ``method``: of all requests, None if they differ. ``results``: once
+    it is decided.
     """
 
     plan: PlanColumns
@@ -81,6 +83,7 @@ class OrdinaryStep:
     decided: Decided
     apart: StepBatch | None
     apart_at: Sequence[int]
+    method: str | None
     results: RowColumns | None = None
 
     def read(

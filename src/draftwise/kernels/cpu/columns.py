@@ -23,6 +23,7 @@ _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 
 
 _FEW = 512
+_INT64 = np.dtype(np.int64)
 
 
 class RowPacker:
@@ -187,36 +188,35 @@ class RowPacker:
 
 
 class RowCopies:
-    """Copies rows of one tensor to places in another."""
+    """Copies rows of tensors to places in another, whose numbers lie side by side."""
 
-    def __init__(self, library: NativeLibrary) -> None:
+    def __init__(self, library: NativeLibrary, target: Tensor) -> None:
+        """``target`` [N, ...]"""
+        require(target.is_contiguous() and target.device.type == "cpu", "a contiguous tensor on the CPU")
         self._copy: Callable[..., None] = library.function(
             "dw_copy_rows", None, [_PTR, _I64, _I64, _PTR, _I64, _I64, _I64, _I64, _PTR, _PTR]
         )
+        self._target = target
+        self._places = target.data_ptr(), target.shape[0], target.stride(0) * target.element_size()
 
-    def copy(
-        self, source: Tensor, rows_np: npt.NDArray[np.int64], target: Tensor, places_np: npt.NDArray[np.int64]
-    ) -> None:
-        """Row rows_np[i] of ``source`` [n, F] becomes the first F numbers of target[places_np[i]], one after the other.
-        Numbers of a row lie side by side."""
-        size, width = source.element_size(), source[0].numel() if len(source) else 0
+    def copy(self, source: Tensor, rows_np: npt.NDArray[np.int64], places_np: npt.NDArray[np.int64]) -> None:
+        """Row rows_np[i] of ``source`` [n, F] becomes the first F numbers at places_np[i], one after the other."""
+        source = source.contiguous()
+        rows, width = source.shape
+        size = source.element_size()
         if (
-            target.dtype is not source.dtype
-            or source.stride(-1) != 1
-            or not target[:1].is_contiguous()
-            or target[:1].numel() < width
+            source.dtype is not self._target.dtype
+            or width * size > self._places[2]
             or rows_np.shape != places_np.shape
-            or not rows_np.dtype == places_np.dtype == np.int64
+            or not rows_np.dtype == places_np.dtype == _INT64
             or not (rows_np.flags.c_contiguous and places_np.flags.c_contiguous)
         ):
             refuse("rows of one type, and an int64 place for each")
         self._copy(
-            target.data_ptr(),
-            target.shape[0],
-            target.stride(0) * size,
+            *self._places,
             source.data_ptr(),
-            source.shape[0],
-            source.stride(0) * size,
+            rows,
+            width * size,
             width * size,
             len(rows_np),
             address(rows_np),
@@ -224,15 +224,10 @@ class RowCopies:
         )
 
 
-@functools.cache
-def _copies() -> RowCopies | None:
-    library = _library()
-    return None if library is None else RowCopies(library)
-
-
-def row_copies(device: torch.device) -> RowCopies | None:
+def row_copies(target: Tensor) -> RowCopies | None:
     """For tensors on a CPU; None for other devices, and where the native library was not built."""
-    return _copies() if device.type == "cpu" else None
+    library = _library() if target.device.type == "cpu" and target.is_contiguous() else None
+    return None if library is None else RowCopies(library, target)
 
 
 def own_packer(device: torch.device) -> RowPacker | None:

@@ -45,7 +45,7 @@ class FeatureSource:
         self._blocks = block_features
         self._waiting: list[_Waiting] = []
         self._rows = 0  # of the passes that wait
-        self._copies = row_copies(block_features.device)
+        self._copies = row_copies(block_features)
 
     def expected(self) -> Features:
         """Features that `wait` will be told of; `Features.value` computes them from then on."""
@@ -93,15 +93,16 @@ class FeatureSource:
         first = 0
         for step in waiting:
             count = len(step.rows_np)
-            step.features.give(features[first : first + count])
+            own = features if len(waiting) == 1 else features[first : first + count]
+            step.features.give(own)
             if step.ends_np.shape[1]:  # a block that was handed on has its new owner's: later ones come last
-                self._keep(features, step.ends_np[0] + first, step.ends_np[1])
+                self._keep(own, step.ends_np[0], step.ends_np[1])
             first += count
 
     def _keep(self, features: Tensor, rows_np: _Ints, blocks_np: _Ints) -> None:
         """Write these rows of features beside these blocks."""
         if self._copies is not None:
-            self._copies.copy(features, rows_np, self._blocks, blocks_np)
+            self._copies.copy(features, rows_np, blocks_np)
             return
         rows, blocks = to_device(np.stack((rows_np, blocks_np)), features.device)
         self._blocks[blocks, 0] = features.index_select(0, rows)
@@ -116,7 +117,7 @@ def _index(rows_np: _Ints, hidden: Tensor) -> Tensor | slice:
     first, stop = int(rows_np[0]), int(rows_np[-1]) + 1
     if stop - first == len(rows_np) and hidden.shape[0] <= _WAITING_ROWS:
         return slice(first, stop)
-    return to_device(rows_np, hidden.device)
+    return torch.from_numpy(rows_np) if hidden.is_cpu else to_device(rows_np, hidden.device)
 
 
 def _side_by_side(head: HeadModel, outputs: list[TargetOutput]) -> TargetOutput:
