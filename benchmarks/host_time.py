@@ -58,7 +58,7 @@ METHODS = (
 )
 
 
-PASSES = ("combine", "forward", "forward_logits", "logits", "draft_chains", "draft_trees")
+PASSES = ("combine", "forward", "forward_logits", "logits_alone", "logits", "draft_chains", "draft_trees")
 """Methods of drafters' models that compute."""
 
 
@@ -116,7 +116,8 @@ def watch(llm: LLM) -> Stopwatch:
     engine = llm._engine
     assert engine is not None
     executor: Any = engine.core.executor
-    executor._model.forward_logits = watch.around(executor._model.forward_logits)
+    for name in ("forward_logits", "logits_alone"):
+        setattr(executor._model, name, watch.around(getattr(executor._model, name)))
     rules = getattr(executor, "_verifying", executor)._rules  # it has moved
     if rules is not None:
         rules._verify = watch.around(rules._verify)
