@@ -4,7 +4,8 @@
                                    [--one-by-one] [--beside prompt|logprobs]
 
 Time of the calling thread alone (`time.thread_time`), less what it spends in the target's pass, the drafter's passes
-and the native verification: what a busy neighbour takes from the clock is not in it. The embedded model with its
+and the native verification: what a busy neighbour takes from the clock is not in it. Where one native call packs a
+drafter's rows, runs its passes and writes its drafts down, the whole call is left out. The embedded model with its
 drafters, prompts of 32 tokens from its held-out text, static control, K = 4. ``METHOD:tree`` drafts a static tree of
 six nodes. Medians over steps in which every request decodes, and the quickest of them; ``per request`` is the median
 divided by the requests.
@@ -29,6 +30,7 @@ import torch
 
 from draftwise import LLM, SamplingParams
 from draftwise.bench.workloads import code_prompts
+from draftwise.kernels.cpu.library import NativeLibrary
 
 PROMPT = 32
 WARM_STEPS = 4
@@ -56,7 +58,7 @@ METHODS = (
 )
 
 
-PASSES = ("combine", "forward", "forward_logits", "logits", "draft_chains", "draft_trees")
+PASSES = ("combine", "forward", "forward_logits", "logits_alone", "logits", "draft_chains", "draft_trees")
 """Methods of drafters' models that compute."""
 
 
@@ -114,10 +116,18 @@ def watch(llm: LLM) -> Stopwatch:
     engine = llm._engine
     assert engine is not None
     executor: Any = engine.core.executor
-    executor._model.forward_logits = watch.around(executor._model.forward_logits)
+    for name in ("forward_logits", "logits_alone"):
+        setattr(executor._model, name, watch.around(getattr(executor._model, name)))
     rules = getattr(executor, "_verifying", executor)._rules  # it has moved
     if rules is not None:
         rules._verify = watch.around(rules._verify)
+    function = NativeLibrary.function
+
+    def declared(self: NativeLibrary, name: str, *types: Any) -> Any:
+        found: Any = function(self, name, *types)
+        return watch.around(found) if name.startswith("dw_book_") else found
+
+    NativeLibrary.function = declared  # type: ignore[method-assign]  # calls of drafts are declared by the first of them
     for proposer in executor._drafting._proposers.values():
         inner = getattr(proposer, "inner", proposer)  # of a hybrid
         for model in (getattr(inner, name, None) for name in ("_head", "_model", "_heads")):

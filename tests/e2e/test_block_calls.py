@@ -55,7 +55,7 @@ class Calls:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     native_or_skip()
     found = Calls()
-    for name in ("chains", "trees"):
+    for name in ("chains", "trees", "own_pass"):
         inner = getattr(NativeBlocks, name)
 
         def native(self: NativeBlocks, *args: Any, _inner: Any = inner) -> Any:

@@ -16,6 +16,7 @@ from draftwise.kv.storage import KVStorage
 from draftwise.propose.hybrid import HybridProposer
 from draftwise.propose.models.early_exit import EarlyExitProposer
 from draftwise.runner.drafting import Drafting
+from draftwise.runner.placing import Wanted
 from draftwise.runner.rows import Row
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
 
@@ -117,8 +118,8 @@ class Scrambling:
         propose = drafting.propose
         noise = torch.Generator().manual_seed(3)
 
-        def wrapped(wanted: Sequence[tuple[Row, int]]) -> None:
-            for row, _ in wanted:
+        def wrapped(wanted: Wanted) -> None:
+            for row in wanted.rows:
                 for storage in storages(drafting, row.speculation.method):
                     filled = max(written(drafting, row) - self.before, 0)
                     behind = slots(row, range(filled, len(row.blocks_np) * BLOCK))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from draftwise import LLM, SamplingParams
-from draftwise.propose.heads.proposer import HeadProposer
 from draftwise.runner.ordinary import OrdinaryStep, OrdinarySteps
 from draftwise.runner.placing import Placing
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
@@ -61,9 +60,7 @@ class Engines:
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     native_or_skip()
     made = Engines(tmp_path_factory.mktemp("ordinary"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeadProposer, "steady_from", 4)  # of five: some steps have fewer
-        yield made
+    yield made
     made.close()
 
 

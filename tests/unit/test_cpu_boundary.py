@@ -13,7 +13,18 @@ import pytest
 from tests.native import native_or_skip
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.cpu import attention, blocks, build, draws, experts, handles, library, program, trees
+from draftwise.kernels.cpu import (
+    attention,
+    blocks,
+    book_drafts,
+    build,
+    draws,
+    experts,
+    handles,
+    library,
+    program,
+    trees,
+)
 from draftwise.kernels.cpu.records import check_record
 from draftwise.kv.manager import TableBook
 from draftwise.propose.lookup import suffix_native
@@ -23,6 +34,7 @@ from draftwise.sched.request import RequestBook
 
 MIRRORS = {
     "AttentionCall": ctypes.sizeof(attention.AttentionCall),
+    "BookDrafts": ctypes.sizeof(book_drafts.BookRecord),
     "BlockPlan": ctypes.sizeof(blocks.BlockPlan),
     "Correction": ctypes.sizeof(blocks.CorrectionStruct),
     "BatchView": ctypes.sizeof(attention.BatchView),
@@ -72,6 +84,7 @@ class Wide(ctypes.Structure):
 def test_fields_of_shared_records_lie_where_native_code_expects_them() -> None:
     library = native_or_skip()
     check_record(library, "FillBook", DrafterFill)
+    check_record(library, "BookDrafts", book_drafts.BookRecord)
     for mirror, message in (
         (Shifted, "FillBook.tokens out at byte 0 .8 bytes., but Python expects drafts at byte 0"),
         (Short, "2 fields of FillBook, but Python has 1"),

@@ -19,6 +19,7 @@ from draftwise.propose.lookup.suffix import SuffixProposer
 from draftwise.runner import guard as guards
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.guard import whole_number
+from draftwise.runner.placing import Wanted
 from draftwise.runner.proposal_checks import are_sound, checked, is_foreign
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.sampling.params import SamplingParams
@@ -144,7 +145,7 @@ def test_marks_follow_answers(books: Books) -> None:
     books.proposer.answers["committed"] = [5]
     books.commit(row)
     assert row.fill["scripted"].tokens == 5 and books.marks == [1]
-    books.drafting.propose([(row, 3)])
+    books.drafting.propose(Wanted.of([(row, 3)]))
     assert row.proposal.tokens == (7, 8, 9)
     assert (row.fill["scripted"].tokens, row.fill["scripted"].drafts) == (10, 2) and books.marks == [1, 2]
     # tokens 10, 11 and 12 are committed; of the drafts 11 and 12 are stored, which completes block 3
@@ -166,7 +167,7 @@ def test_a_wrong_word_on_what_was_committed_marks_nothing(books: Books, answer: 
     assert (failure.method, failure.hook, failure.rids) == ("scripted", "committed", (0,))
     books.proposer.asked.clear()
     books.commit(row)
-    books.drafting.propose([(row, 3)])
+    books.drafting.propose(Wanted.of([(row, 3)]))
     books.drafting.observe([row], [row.rid], None, None)  # type: ignore[arg-type]
     books.drafting.trimmed(row)
     books.drafting.removed(row)
@@ -177,7 +178,7 @@ def test_a_wrong_word_on_what_was_committed_marks_nothing(books: Books, answer: 
 def test_what_is_stored_may_be_said_of_all_at_once(books: Books) -> None:
     rows = [books.entered(0), books.entered(1)]
     books.proposer.answers["stored_after"] = [10, 4], [1, 0]
-    books.drafting.propose([(row, 3) for row in rows])
+    books.drafting.propose(Wanted.of([(row, 3) for row in rows]))
     fills = [row.fill["scripted"] for row in rows]
     assert [(fill.tokens, fill.drafts) for fill in fills] == [(10, 1), (4, 0)]
     assert books.proposer.asked == ["propose", "stored_after"]
@@ -190,7 +191,7 @@ def test_a_wrong_word_on_what_all_have_stored_marks_nothing(books: Books, answer
     """A number that cannot be is the fault of the request that it was said of; all else is everybody's."""
     rows = [books.entered(0), books.entered(1)]
     books.proposer.answers["stored_after"] = answer
-    books.drafting.propose([(row, 3) for row in rows])
+    books.drafting.propose(Wanted.of([(row, 3) for row in rows]))
     one = answer in (([10, 11], [0, 0]), ([10, 10], [0, -1]))
     assert [row.drafting_failed for row in rows] == [not one, True]
     assert rows[1].fill["scripted"].drafts == 0
@@ -203,7 +204,7 @@ def test_a_wrong_word_on_what_all_have_stored_marks_nothing(books: Books, answer
 def test_a_wrong_word_on_what_is_filled_marks_nothing(books: Books, hook: str, answer: Any) -> None:
     row = books.entered()
     books.proposer.answers[hook] = answer
-    books.drafting.propose([(row, 3)])
+    books.drafting.propose(Wanted.of([(row, 3)]))
     right = 10 if hook == "drafts_stored" else 0  # the other hook was answered well
     assert row.drafting_failed and row.fill["scripted"].tokens == right and row.fill["scripted"].drafts == 0
     assert row.proposal.tokens == (7, 8, 9), "what was drawn is verified, whatever came after"
@@ -237,7 +238,7 @@ def test_who_comes_back_after_a_failure_is_not_drafted_for(books: Books, hook: s
     books.proposer.asked.clear()
     back = books.row(0)
     books.drafting.admitted(back)
-    books.drafting.propose([(back, 3)])
+    books.drafting.propose(Wanted.of([(back, 3)]))
     assert back.proposal is EMPTY_PROPOSAL and books.proposer.asked == []
 
 
@@ -246,13 +247,13 @@ def test_who_has_ended_is_forgotten(books: Books, monkeypatch: pytest.MonkeyPatc
     books.proposer.answers["propose"] = RuntimeError("no")
     for rid in range(5):
         row = books.entered(rid)
-        books.drafting.propose([(row, 3)])
+        books.drafting.propose(Wanted.of([(row, 3)]))
         if rid % 2:
             row.num_tokens = row.max_total
         books.drafting.removed(row)
     assert list(books.drafting.guard._failed) == [0, 2, 4]
     row = books.entered(6)
-    books.drafting.propose([(row, 3)])
+    books.drafting.propose(Wanted.of([(row, 3)]))
     assert list(books.drafting.guard._failed) == [2, 4, 6]
 
 
@@ -261,9 +262,9 @@ def test_what_is_reported_is_bounded(books: Books, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(guards, "_MOST_REPORTED", 3)
     books.proposer.answers["propose"] = RuntimeError("no")
     for rid in range(5):
-        books.drafting.propose([(books.entered(rid), 3)])
+        books.drafting.propose(Wanted.of([(books.entered(rid), 3)]))
     assert [failure.rids for failure in books.drafting.take_failures()] == [(0,), (1,), (2,)]
-    books.drafting.propose([(books.entered(5), 3)])
+    books.drafting.propose(Wanted.of([(books.entered(5), 3)]))
     assert [failure.rids for failure in books.drafting.take_failures()] == [(5,)]
 
 
@@ -295,7 +296,7 @@ def test_one_of_several_fails_alone(books: Books) -> None:
         return propose(asked)
 
     books.proposer.propose = fails_for_one  # type: ignore[method-assign]
-    books.drafting.propose([(row, 3) for row in rows])
+    books.drafting.propose(Wanted.of([(row, 3) for row in rows]))
     assert [row.drafting_failed for row in rows] == [False, True, False]
     assert [len(row.proposal) for row in rows] == [3, 0, 3]
     assert [failure.rids for failure in books.drafting.take_failures()] == [(1,)]
@@ -313,7 +314,7 @@ def test_drafts_that_a_grammar_replaced_do_not_count_as_stored(books: Books) -> 
 
     row = books.entered()
     row.grammar = OnlySevenSix()  # type: ignore[assignment]
-    books.drafting.propose([(row, 3)])
+    books.drafting.propose(Wanted.of([(row, 3)]))
     assert row.proposal.tokens == (7, 6, 5) and row.fill["scripted"].drafts == 1
 
 
@@ -335,15 +336,15 @@ def test_what_is_asked_for_is_what_may_come(books: Books) -> None:
     row = books.entered()
     row.fill["scripted"].tokens = 7
     for budget, expected in ((100, 63), (63, 63), (5, 5)):
-        books.drafting.propose([(row, budget)])
+        books.drafting.propose(Wanted.of([(row, budget)]))
         assert asked.pop() == (expected, 19, 7)
     row.grammar = Nothing()  # type: ignore[assignment]
     for budget, limit in ((100, 19), (5, 5)):
-        books.drafting.propose([(row, budget)])
+        books.drafting.propose(Wanted.of([(row, budget)]))
         assert asked.pop(-2) == (0, 0, limit)
     row.num_tokens = 29  # the bonus token is the last that may come
     asked.clear()
-    books.drafting.propose([(row, 5)])
+    books.drafting.propose(Wanted.of([(row, 5)]))
     assert asked == []
 
 
@@ -390,9 +391,9 @@ def test_a_kind_of_failure_is_logged_once(books: Books, caplog: pytest.LogCaptur
     books.proposer.answers["propose"] = RuntimeError("no")
     with caplog.at_level(logging.DEBUG, logger="draftwise"):
         for rid in range(3):
-            books.drafting.propose([(books.entered(rid), 3)])
+            books.drafting.propose(Wanted.of([(books.entered(rid), 3)]))
         books.proposer.answers["propose"] = KeyError("else")
-        books.drafting.propose([(books.entered(3), 3)])
+        books.drafting.propose(Wanted.of([(books.entered(3), 3)]))
     levels = [record.levelname for record in caplog.records if "failed in propose" in record.getMessage()]
     assert levels == ["WARNING", "DEBUG", "DEBUG", "WARNING"]
 

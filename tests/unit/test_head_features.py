@@ -17,6 +17,7 @@ from draftwise.propose.heads.state import MANY_FEATURES, FeatureQueue, Features,
 from draftwise.types import Speculation, TargetOutput
 
 SIZE = 3
+NO_ENDS = np.zeros((2, 0), np.int64)
 
 
 class Head:
@@ -49,7 +50,7 @@ def step(rows: int, seed: int) -> TargetOutput:
 def test_many_steps_in_one_go(layers: tuple[int, ...] | None) -> None:
     head, source, _ = make(layers)
     steps = [(step(6, 0), [0, 1, 2]), (step(4, 1), [1, 3]), (step(9, 2), [8])]
-    found = [source.wait(output, np.array(rows, np.int32), []) for output, rows in steps]
+    found = [source.wait(output, np.array(rows), NO_ENDS) for output, rows in steps]
     assert head.calls == 0
     for features, (output, rows) in zip(found, steps, strict=True):
         wanted = Head(layers).combine(output, torch.tensor(rows))
@@ -62,8 +63,8 @@ def test_many_steps_in_one_go(layers: tuple[int, ...] | None) -> None:
 def test_features_of_blocks_last_tokens_are_kept_beside_them() -> None:
     _, source, kept = make()
     first, second = step(4, 0), step(4, 1)
-    source.wait(first, np.array([0, 2, 3], np.int32), [(1, 5), (2, 6)])
-    source.wait(second, np.array([1], np.int32), [(0, 6)])  # block 6 has another owner by now
+    source.wait(first, np.array([0, 2, 3]), np.array([[1, 2], [5, 6]]))
+    source.wait(second, np.array([1]), np.array([[0], [6]]))  # block 6 has another owner by now
     source.compute()
     assert torch.equal(kept[5, 0], first.hidden[2])
     assert torch.equal(kept[6, 0], second.hidden[1])
@@ -73,14 +74,14 @@ def test_features_of_blocks_last_tokens_are_kept_beside_them() -> None:
 def test_what_waits_is_bounded() -> None:
     head, source, _ = make()
     for i in range(31):
-        source.wait(step(1, i), np.array([0], np.int32), [])
+        source.wait(step(1, i), np.array([0]), NO_ENDS)
         source.bound()
     assert head.calls == 0
-    source.wait(step(1, 31), np.array([0], np.int32), [])
+    source.wait(step(1, 31), np.array([0]), NO_ENDS)
     source.bound()
     assert head.calls == 1
     long = step(600, 0)  # one long pass is not kept for a few of its rows
-    features = source.wait(long, np.array([7, 8], np.int32), [])
+    features = source.wait(long, np.array([7, 8]), NO_ENDS)
     source.bound()
     assert head.calls == 2
     assert features.value.untyped_storage().nbytes() < 600 * SIZE
@@ -130,12 +131,12 @@ def test_what_is_left_of_a_prompt_does_not_keep_it() -> None:
 def test_features_that_could_not_be_computed() -> None:
     """Whoever asks is told; what waited with them does not wait for ever."""
     head, source, _ = make((1, 4))
-    features = source.wait(TargetOutput(torch.zeros(2, SIZE)), np.array([0], np.int32), [])
+    features = source.wait(TargetOutput(torch.zeros(2, SIZE)), np.array([0]), NO_ENDS)
     with pytest.raises(KeyError):
         _ = features.value
     with pytest.raises(AssertionError):
         _ = features.value
-    assert source.wait(step(2, 0), np.array([1], np.int32), []).value.shape == (1, SIZE)
+    assert source.wait(step(2, 0), np.array([1]), NO_ENDS).value.shape == (1, SIZE)
     assert head.calls == 2
 
 

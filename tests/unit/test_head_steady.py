@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_steps_side_by_side_as_one_by_one() -> None:
         firsts = np.array(known, np.int32) - 1
         assert steady.follows(rids, firsts)
         assert not steady.follows(rids, firsts + 1) and not steady.follows([3, 5], firsts[:2])
-        steady.came(Features.of(values), np.array(counts, np.int32))
+        steady.came(Features.of(values), array("i", counts))
         assert not steady.follows(rids, firsts), "features that came wait to be drafted from"
         start = 0
         given = Features.of(values)
@@ -58,15 +59,16 @@ def test_steps_side_by_side_as_one_by_one() -> None:
         known = [before + count for before, count in zip(known, counts, strict=True)]
         if step == 11:
             break  # written down before it was drafted from
-        assert steady.ready(rids, np.array(known, np.int64) + 1) is None
-        ready = steady.ready(rids, np.array(known, np.int64))
-        assert ready is not None and torch.equal(ready, joined(rows))
-        for state, count in zip(alone, known, strict=True):
+        assert steady.ready([3, 5]) is None
+        ready = steady.ready(rids)
+        assert ready is not None and torch.equal(ready.values, joined(rows))
+        assert ready.gaps.tolist() == [-1, 4, -1] and ready.first_keys.tolist() == [1, 1, 1]
+        for i, (state, count) in enumerate(zip(alone, known, strict=True)):
+            assert ready.seen[i] + 1 + ready.counts[i] == count, "rows up to the last known token"
             state.tracks[0].advance(count)
-        drafted = steady.drafting()
-        assert drafted.filled == [state.filled for state in alone]
-        steady.drafted(drafted)
-        assert steady.next_np.tolist() == [state.tracks[0].next for state in alone]
+            ready.seen[i], ready.last[i] = count - 1, sum(counts[: i + 1]) - 1  # as native code does
+        steady.drafted()
+        assert [seen + 1 for seen in steady.seen] == [state.tracks[0].next for state in alone]
     steady.write()
     assert [book(state) for state in together] == [book(state) for state in alone]
 

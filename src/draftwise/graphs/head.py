@@ -64,7 +64,7 @@ class GraphedHead(WrappedHead):
         steps: int,
         draws: ChainDraws | None = None,
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
-        if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable(batch):
+        if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable():
             return None
         need = Need.of(batch)
         loop = next((x for x in self._loops.chains if x.takes(need, steps, draws)), None)
@@ -81,7 +81,7 @@ class GraphedHead(WrappedHead):
         rows: Sequence[int] | None,
         draws: Sequence[TreeDraws],
     ) -> Sequence[DraftedTree] | None:
-        if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable(batch):
+        if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable():
             return None
         need = Need.of(batch)
         loop = next((x for x in self._loops.trees if x.takes(need, draws)), None)
@@ -120,8 +120,8 @@ class GraphedHead(WrappedHead):
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
         return self.inner.forward(on_device(batch, self.device), features, kv, depth)
 
-    def recordable(self, batch: StepInput) -> bool:
-        return self.inner.recordable(batch)
+    def recordable(self) -> bool:
+        return self.inner.recordable()
 
     def static_bytes(self) -> int:
         return self.captures.loop_bytes(self.draft_vocab_size, self.feature_size * self.dtype.itemsize)

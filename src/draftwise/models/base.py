@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
 from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig as ModelConfig  # part of this contract
@@ -184,6 +185,11 @@ class DecoderModel(ABC):
             rows: the last row of each request; None: each has one row.
             draws: how tokens are drawn; None: greedily.
         """
+        return None
+
+    def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:
+        """Draft chains for requests that stand in books, as `draft_chains` would, and write them there: what is read,
+        drawn and written follows from the books. None: it cannot be done so, and nothing has changed."""
         return None
 
     def shared_weights(self) -> SharedWeights:

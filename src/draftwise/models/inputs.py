@@ -268,45 +268,14 @@ def pack_spans(
             position_offset=position_offset,
             first_keys=first_keys,
         )
-    found = pack_places(
+    (token_ids, positions, slots), tables_np, start_np, context_np, at = packer.pack_spans(
         first,
         stop,
         [len(table) for table in tables],
-        [at or address(own) for at, own in zip(tokens_at, tokens, strict=True)],
         [at or address(table) for at, table in zip(tables_at, tables, strict=True)],
+        [at or address(own) for at, own in zip(tokens_at, tokens, strict=True)],
         block_size,
-        device,
-        position_offset=position_offset,
-        first_keys=first_keys,
-        packer=packer,
-    )
-    assert found is not None, "there is a packer"
-    return found
-
-
-def pack_places(
-    first: Sequence[int],
-    stop: Sequence[int],
-    widths: Sequence[int],
-    tokens_at: Sequence[int],
-    tables_at: Sequence[int],
-    block_size: int,
-    device: torch.device,
-    *,
-    position_offset: int = 0,
-    first_keys: Sequence[int] = (),
-    packer: RowPacker | None = None,
-) -> StepInput | None:
-    """`pack_spans` for whoever knows where everything lies, and how much there is: ``stop`` [R] known tokens of each,
-    ``widths`` [R] blocks of each. None: it can be done natively alone."""
-    if device.type != "cpu":
-        return None
-    if packer is None:
-        packer = row_packer()
-    if packer is None:
-        return None
-    (token_ids, positions, slots), tables_np, start_np, context_np, at = packer.pack_spans(
-        first, stop, widths, tables_at, tokens_at, block_size, position_offset
+        position_offset,
     )
     count = len(stop)
     trees_np, trees_at = _NO_TREES_NP, _NO_TREES_AT

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Ops
+from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
+from draftwise.kernels.cpu.book_passes import BookPasses
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.program import PassOutput, Program
 from draftwise.kernels.cpu.recording import Recording
@@ -33,6 +35,7 @@ class RecordedDecoder(WrappedDecoder):
         super().__init__(model)
         self._ops = ops
         self._programs: dict[tuple[int, tuple[int, ...]], tuple[KVStorage, Program]] = {}
+        self._books: dict[Program, BookPasses] = {}
         self._eager = False
         # on a storage of one slot: an error shows before the recording is used
         self._program(KVStorage(model.kv_layout(), 1, 1, model.dtype, model.device), ())
@@ -84,6 +87,15 @@ class RecordedDecoder(WrappedDecoder):
         if program is None:
             return None
         return program.chains(batch, _head_rows(batch, rows), steps, draws)
+
+    def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:
+        program = self._program(kv, ())
+        if program is None:
+            return None
+        books = self._books.get(program)
+        if books is None:
+            books = self._books[program] = BookPasses(self._ops.library, self._ops.pool, program)
+        return books.draft(asked)
 
     def draft_trees(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]

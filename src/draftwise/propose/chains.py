@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
+from draftwise.kernels.cpu.book_drafts import ANY_LENGTH, Kind
 from draftwise.propose.base import DraftRow
-from draftwise.propose.columns import ANY_LENGTH, DraftColumns
+from draftwise.propose.columns import DraftColumns
 from draftwise.sampling.draw import DraftSampleMethod, draft_tokens, draws_from_q
 from draftwise.sampling.logits import LogitsRow
 from draftwise.structured.cursor import mask_drafts
 from draftwise.types import EMPTY_PROPOSAL, ChainDraws, ChainKey, Proposal, chain, chain_parents
 
-ChainKind = Literal["argmax", "coupled", "sampled"]
+ChainKind = Kind
 D = TypeVar("D", bound="ChainDraft")
 
 
@@ -169,9 +170,9 @@ def loop_draws(rows: Sequence[DraftRow], kind: ChainKind) -> ChainDraws | None:
 
 def kind_of_columns(columns: DraftColumns, method: DraftSampleMethod) -> ChainKind:
     """`chain_kind` of all of them."""
-    if not columns.sampling:
+    if columns.greedy:
         return "argmax"
-    state, rule = columns.sampling[0], columns.speculation.rule
+    state, rule = columns.first_state, columns.speculation.rule
     if draws_from_q(state, rule, method):
         return "sampled"
     return "coupled" if rule == "coupled" and method == "probabilistic" else "argmax"
@@ -182,7 +183,7 @@ def column_draws(columns: DraftColumns, kind: ChainKind) -> ChainDraws | None:
     if kind == "argmax":
         return None
     keys = []
-    for state, known in zip(columns.sampling, columns.known, strict=True):
+    for state, known in zip(columns.sampling, columns.facts.known, strict=True):
         seed, top_p, scale, log_min_p, top_k, sample_index = state.draw_fields
         keys.append(ChainKey(seed, sample_index, known, 0, scale, log_min_p, top_k, top_p))
     return ChainDraws("shared" if kind == "coupled" else "draft", tuple(keys))

@@ -4,40 +4,36 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from draftwise.kernels.cpu.trees import DraftedForest
+from draftwise.kernels.cpu.book_drafts import ANY_LENGTH, InBooks
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Proposer
 from draftwise.sampling.state import SamplingState
-from draftwise.types import DraftedTree, IntArray, Speculation
-
-T = TypeVar("T")
-
-ANY_LENGTH = 1 << 30
-"""Most tokens that a drafter can draft in a row which does not know a limit."""
+from draftwise.types import IntArray, Speculation
 
 
-@dataclass(slots=True)
-class ReadColumns:
+class ReadColumns(NamedTuple):
     """What a step made final of R requests, all of which reached their last known token; see `Committed`.
 
-    ``rids``; ``first_tokens_np`` [R]; ``counts_np`` [R]: rows of each, at least one; ``rows_np`` [n]: these rows of the
-    batch, one request after the other; ``blocks_np``: the block table of request i.
+    ``rids``; ``first_tokens_np`` [R]; ``counts`` [R] int32: rows of each, at least one; ``most``: the largest of these;
+    ``rows_np`` int64 [n]: these rows of the batch, one request after the other; ``ends_np`` int64 [2, m]: which of the
+    n are of tokens that are the last of their blocks, and the blocks.
     """
 
     rids: Sequence[int]
     first_tokens_np: IntArray
-    counts_np: IntArray
-    rows_np: IntArray
-    blocks_np: Callable[[int], IntArray]
+    counts: array[int]
+    most: int
+    rows_np: npt.NDArray[np.int64]
+    ends_np: npt.NDArray[np.int64]
 
 
 class ColumnFollower(ABC):
@@ -53,69 +49,86 @@ class ColumnFollower(ABC):
         """`Proposer.committed` of these requests, whose storage stays as it is. False: nothing was done, call that."""
 
 
-@dataclass(slots=True)
-class DraftColumns:
-    """R requests in columns; see `DraftRow` for their meaning. None has a grammar or forced tokens, nothing steers its
-    draws, and all have one rule and one shape, a chain or a tree; ``sampling``: of each, or empty where all are
-    greedy."""
+class Facts(NamedTuple):
+    """What the books of R requests say: ``kinds``: numbers of the kinds of chains or trees that they want, -1: one
+    cannot draft; ``known``: tokens, of which ``num_prompt`` are the prompt's; ``max_depths``; where tokens lie."""
 
-    speculation: Speculation  # of one of them; its number of tokens need not be that of the others
-    sampling: Sequence[SamplingState]
-    rids: list[int]
+    kinds: list[int]
     known: list[int]
     num_prompt: list[int]
-    budgets: list[int]
     max_depths: list[int]
-    filled: list[int]
-    num_blocks: list[int]
     tokens_at: list[int]
-    blocks_at: list[int]
 
-    states: Callable[[], list[SamplingState]]
-    """Of all of them."""
-    kept: object = None
-    """What the blocks lie in, if they are not the requests' own."""
 
-    def chosen(self, own: Sequence[int], most: int) -> DraftColumns:
-        """Some of the requests, with budgets of ``most`` tokens at most."""
+class DraftColumns:
+    """R requests in columns; see `DraftRow` for their meaning. None has a grammar or forced tokens, nothing steers its
+    draws, and all have one rule and one shape, a chain or a tree.
 
-        def some(of: Sequence[T]) -> list[T]:
-            return [of[i] for i in own]
+    ``speculation``: of one of them; its number of tokens need not be that of the others; ``greedy``: whether they are;
+    ``rids`` [R]; ``places`` [R] uint64: where their books lie (``csrc/steps.h``); ``asked`` [R] int32: drafts of each,
+    at most. What the books say is read when somebody wants to know it; native code reads them by itself.
+    """
+
+    __slots__ = (
+        "_facts", "_read", "asked", "first_state", "greedy", "places", "rids", "speculation", "states"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        speculation: Speculation,
+        greedy: bool,
+        rids: list[int],
+        places: array[int],
+        asked: array[int],
+        first_state: SamplingState,
+        states: Callable[[], list[SamplingState]],
+        read: Callable[[array[int]], list[int]],
+    ) -> None:
+        """``first_state``: of the first of them; ``states``: of all; ``read``: what the books at some places say,
+        the columns of `Facts` one behind the other."""
+        self.speculation = speculation
+        self.greedy = greedy
+        self.rids = rids
+        self.places = places
+        self.asked = asked
+        self.first_state = first_state
+        self.states = states
+        self._read = read
+        self._facts: Facts | None = None
+
+    @property
+    def facts(self) -> Facts:
+        """What the books say, read once."""
+        if self._facts is None:
+            count, found = len(self.rids), self._read(self.places)
+            self._facts = Facts._make([found[i : i + count] for i in range(0, len(found), count)])
+        return self._facts
+
+    @property
+    def budgets(self) -> list[int]:
+        return [budget if budget < MAX_TREE_NODES else MAX_TREE_NODES for budget in self.asked]
+
+    @property
+    def sampling(self) -> Sequence[SamplingState]:
+        """Of each; empty where all are greedy."""
+        return () if self.greedy else self.states()
+
+    def chosen(self, own: Sequence[int], most: int = ANY_LENGTH) -> DraftColumns:
+        """Some of the requests, by their places among them, with budgets of ``most`` tokens at most."""
+
+        def states() -> list[SamplingState]:
+            of_all = self.states()
+            return [of_all[i] for i in own]
 
         return DraftColumns(
             self.speculation,
-            some(self.sampling) if self.sampling else (),
-            some(self.rids),
-            some(self.known),
-            some(self.num_prompt),
-            [min(budget, most) for budget in some(self.budgets)],
-            some(self.max_depths),
-            some(self.filled),
-            some(self.num_blocks),
-            some(self.tokens_at),
-            some(self.blocks_at),
-            lambda: some(self.states()),
-            self.kept,
-        )
-
-    def part(self, own: slice) -> DraftColumns:
-        """Some of the requests."""
-        if own == slice(0, len(self.rids)):
-            return self
-        return DraftColumns(
-            self.speculation,
-            self.sampling[own],
-            self.rids[own],
-            self.known[own],
-            self.num_prompt[own],
-            self.budgets[own],
-            self.max_depths[own],
-            self.filled[own],
-            self.num_blocks[own],
-            self.tokens_at[own],
-            self.blocks_at[own],
-            lambda: self.states()[own],
-            self.kept,
+            self.greedy,
+            [self.rids[i] for i in own],
+            array("Q", [self.places[i] for i in own]),
+            array("i", [min(self.asked[i], most) for i in own]),
+            self.first_state,  # of one that draws alike
+            states,
+            self._read,
         )
 
     @property
@@ -123,32 +136,16 @@ class DraftColumns:
         """Whether they want trees, all of one shape."""
         return self.speculation.tree is not None or self.speculation.dynamic is not None
 
-    def depths(self, max_len: int, block_size: int, most: int = ANY_LENGTH) -> list[int]:
-        """Of each the tokens that can be drafted in a row (`chains.longest_chain`), ``most`` at most."""
-        longest = [max_len + 1 - known for known in self.known]
-        room = [
-            blocks * block_size + 1 - known for blocks, known in zip(self.num_blocks, self.known, strict=True)
-        ]
-        return list(map(min, self.budgets, self.max_depths, longest, room, repeat(most)))
-
-    def chain_length(self, max_len: int, block_size: int, most: int = ANY_LENGTH) -> int:
-        """As `chains.one_loop`: tokens that all of them draft; 0: not all the same number, or none."""
-        found = set(self.depths(max_len, block_size, most))
-        length = found.pop() if found else 0
-        return 0 if found or length < 1 or self.is_tree else length
-
 
 @dataclass(slots=True)
 class DraftBlock:
     """Chains or trees of R requests. ``sizes`` None: all of K tokens. ``parents``: of their nodes; None: chains.
-    ``q``: what they were drawn from, row i * K + j for token j of request i; None: point masses. ``filled``,
-    ``stored``: as `Proposer.stored_after`; None: as before, and nothing."""
+    ``q``: what they were drawn from, row i * K + j for token j of request i; None: point masses. Its drafter has no
+    storage."""
 
     tokens: npt.NDArray[np.int32]  # [R, K], contiguous
     sizes: Sequence[int] | None = None
     q: torch.Tensor | None = None  # [R * K, V] float32, contiguous
-    filled: Sequence[int] | None = None
-    stored: int = 0
     parents: npt.NDArray[np.int32] | None = None  # [R, K], contiguous
 
 
@@ -159,17 +156,17 @@ class DraftPart(NamedTuple):
     members: Sequence[int]
     method: str
     columns: DraftColumns
-    block: DraftBlock
+    block: DraftBlock | InBooks
 
 
 class ColumnDrafter(ABC):
     """A proposer that can draft in columns. A subclass that overrides `Proposer.propose` is called through that."""
 
-    one_length: ClassVar[bool] = True
-    """Whether all chains of a call have to be of one length."""
+    reads_books: ClassVar[bool] = False
+    """Whether it passes over requests that cannot draft (`Facts.kinds`): they need not be left out."""
 
     @abstractmethod
-    def draft_columns(self, columns: DraftColumns) -> DraftBlock | Sequence[DraftPart] | None:
+    def draft_columns(self, columns: DraftColumns) -> DraftBlock | InBooks | Sequence[DraftPart] | None:
         """The drafts that `Proposer.propose` would make; None: not possible here and nothing has changed, call
         `propose`. The same goes for requests that are in none of several parts."""
 
@@ -201,40 +198,3 @@ class ColumnLookUp(ABC):
 def says_itself(proposer: Proposer, propose: object) -> bool:
     """Whether ``propose`` of a proposer is another than that of the class that asks."""
     return getattr(proposer.propose, "__func__", None) is not propose
-
-
-def block_of(trees: Sequence[DraftedTree], filled: Sequence[int] | None = None) -> DraftBlock:
-    """Trees of fixed children of R requests. ``filled``: as `DraftBlock.filled`."""
-    if isinstance(trees, DraftedForest):
-        counts_np, tokens_np, parents_np = trees.counts_np, trees.tokens_np, trees.parents_np
-        width = min(int(counts_np.max()), MAX_TREE_NODES)
-        return DraftBlock(
-            np.ascontiguousarray(tokens_np[:, :width]),
-            counts_np.tolist(),
-            filled=filled,
-            parents=np.ascontiguousarray(parents_np[:, :width]),
-        )
-    sizes = [len(tree.tokens) for tree in trees]
-    tokens = np.zeros((len(trees), max(sizes)), np.int32)
-    parents = np.zeros_like(tokens)
-    for i, tree in enumerate(trees):
-        tokens[i, : sizes[i]], parents[i, : sizes[i]] = tree.tokens, tree.parents
-    return DraftBlock(tokens, sizes, filled=filled, parents=parents)
-
-
-def joined_blocks(blocks: Sequence[DraftBlock], filled: Sequence[int] | None) -> DraftBlock:
-    """Trees of several calls as those of one. ``filled``: of all requests."""
-    if len(blocks) == 1:
-        blocks[0].filled = filled
-        return blocks[0]
-    width = max(block.tokens.shape[1] for block in blocks)
-    rows = sum(block.tokens.shape[0] for block in blocks)
-    tokens_np, parents_np = np.zeros((2, rows, width), np.int32)
-    sizes: list[int] = []
-    for block in blocks:
-        own = slice(len(sizes), len(sizes) + block.tokens.shape[0])
-        assert block.parents is not None and block.sizes is not None, "trees"
-        tokens_np[own, : block.tokens.shape[1]] = block.tokens
-        parents_np[own, : block.tokens.shape[1]] = block.parents
-        sizes += block.sizes
-    return DraftBlock(tokens_np, sizes, filled=filled, parents=parents_np)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol, Self
@@ -11,9 +10,9 @@ from typing import ClassVar, Protocol, Self
 import numpy as np
 
 from draftwise.graphs.seats.drafter import SeatedDrafter
+from draftwise.kernels.cpu.book_drafts import ANY_LENGTH, InBooks
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.columns import (
-    ANY_LENGTH,
     ColumnDrafter,
     ColumnFollower,
     ColumnLookUp,
@@ -61,7 +60,6 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
     name: ClassVar[str] = "hybrid"
     drafts_dynamic_trees: ClassVar[bool] = True
     evident: ClassVar[bool] = False
-    one_length: ClassVar[bool] = False
     most_drafts = None  # the model is asked for `model_tokens` at most, and a match has no state
 
     def __init__(
@@ -140,15 +138,10 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
             taken = DraftBlock(np.ascontiguousarray(block.tokens[own]), [sizes[i] for i in own])
             parts.append(DraftPart(own, look_up.name, columns.chosen(own, ANY_LENGTH), taken))
         rest = [i for i, trust in enumerate(trusted) if not trust]
-        if rest and model.one_length:
-            # Near their ends requests want less: these are drafted for by `propose`, and not the others with them.
-            lengths = list(map(min, columns.budgets, columns.max_depths))
-            usual = Counter([lengths[i] for i in rest]).most_common(1)[0][0]
-            rest = [i for i in rest if lengths[i] == usual]
         if rest:
             asked = columns.chosen(rest, self._model_tokens)
             drafted = model.draft_columns(asked)
-            if isinstance(drafted, DraftBlock):
+            if isinstance(drafted, (DraftBlock, InBooks)):
                 parts.append(DraftPart(rest, model.name, asked, drafted))
         return parts
 

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftwise.kernels.cpu.book_drafts import InBooks
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Committed, DraftRow, Proposer
 from draftwise.propose.columns import DraftBlock, DraftPart, ReadColumns, drafts_columns, follows_columns
 from draftwise.propose.grammar import GrammarProposer, fit
 from draftwise.runner.fills import Fills
 from draftwise.runner.guard import Guard, whole_number
-from draftwise.runner.placing import Asked, Placing
+from draftwise.runner.placing import NOBODY, Placing, Wanted
 from draftwise.runner.proposal_checks import are_sound, checked, is_foreign
 from draftwise.runner.rows import Row
 from draftwise.types import (
@@ -105,11 +106,21 @@ class Drafting:
     # ------------------------------------------------------------------------------- after the target pass
 
     def observe(
-        self, rows: Sequence[Row], rids: Sequence[int], batch: StepInput, output: TargetOutput
+        self,
+        rows: Sequence[Row],
+        rids: Sequence[int],
+        batch: StepInput,
+        output: TargetOutput,
+        method: str | None = None,
     ) -> None:
-        """All rows of the step, for those who draft for one of them. Who fails to look at it cannot draft for any."""
+        """All rows of the step, for those who draft for one of them. Who fails to look at it cannot draft for any.
+        ``method``: of all requests, if they have one."""
+        alike = method is not None and not self.guard.failed_once
         for name in self._observers:
-            own = [row for row in rows if row.method == name and not row.drafting_failed]
+            if alike:
+                own = rows if method == name else ()
+            else:
+                own = [row for row in rows if row.method == name and not row.drafting_failed]
             if own:
                 try:
                     self._proposers[name].observe(rids, batch, output)
@@ -156,18 +167,17 @@ class Drafting:
         for name, (rows, told) in groups.items():
             self._committed(name, rows, told)
 
-    def read_columns(self, rows: Sequence[Row], read: Callable[[], ReadColumns | None]) -> bool:
+    def read_columns(
+        self, rows: Sequence[Row], name: str | None, read: Callable[[], ReadColumns | None]
+    ) -> bool:
         """`committed` of all requests of a step, if one drafter is told of all of them and can be told so: ``read``
-        then gives what it is told. False: nothing was done."""
-        name = rows[0].method
-        if name not in self._observers or name in self._foreign:
+        then gives what it is told. ``name``: their method, if they have one. False: nothing was done."""
+        if name is None or name not in self._observers or name in self._foreign:
             return False
         follower: object = self._proposers[name]
-        if (
-            not follows_columns(follower)
-            or not follower.reads_columns
-            or [row for row in rows if row.method != name or row.drafting_failed]
-        ):
+        if not follows_columns(follower) or not follower.reads_columns:
+            return False
+        if self.guard.failed_once and True in [row.drafting_failed for row in rows]:
             return False
         columns = read()
         if columns is None:
@@ -189,12 +199,14 @@ class Drafting:
 
     # -------------------------------------------------------------------------------------------- propose
 
-    def propose(self, wanted: Sequence[tuple[Row, int]]) -> None:
+    def propose(self, wanted: Wanted) -> None:
         """Let each request's own proposer draft up to its budget; the result waits in `Row.proposal`."""
-        if self._placing is not None and len(wanted):
+        if self._placing is not None and wanted.rows:
             wanted = self._in_columns(self._placing, wanted)
+            if not wanted.rows:  # nearly always
+                return
         groups: dict[str, list[tuple[Row, DraftRow]]] = {}
-        for row, budget in wanted:
+        for row, budget in zip(wanted.rows, wanted.budgets, strict=True):
             # The last token that may come is the bonus token behind the deepest accepted node.
             max_depth = row.max_total - row.num_tokens - 1
             if max_depth < 1 or row.drafting_failed:
@@ -230,57 +242,53 @@ class Drafting:
         for name, members in groups.items():
             self._propose_group(name, members)
 
-    def _in_columns(self, placing: Placing, wanted: Sequence[tuple[Row, int]]) -> list[tuple[Row, int]]:
+    def _in_columns(self, placing: Placing, wanted: Wanted) -> Wanted:
         """Draft for many requests without a record for each: those of one method that want chains, or trees, of one
         kind. Who is left, in their order."""
-        asked = placing.asked([row for row, _ in wanted], [budget for _, budget in wanted])
-        kinds = asked.kinds
-        if kinds[0] > 0 and kinds.count(kinds[0]) == len(kinds):  # nearly always
-            drafted = self._drafted(placing, asked)
+        kinds = [row.kind for row in wanted.rows]
+        if kinds.count(kinds[0]) == len(kinds):  # nearly always
+            drafted = self._drafted(placing, wanted) if kinds[0] > 0 else ()
             if len(drafted) == len(kinds):
-                return []
-            left = set(asked.everyone).difference(drafted)
+                return NOBODY
+            left = set(range(len(kinds))).difference(drafted)
         else:
-            left = {i for i, kind in enumerate(kinds) if kind >= 0}
+            left = set(range(len(kinds)))
             groups: dict[int, list[int]] = {}
             for i, kind in enumerate(kinds):
                 if kind > 0:
                     groups.setdefault(kind, []).append(i)
             for members in groups.values():
-                own = placing.asked([wanted[i][0] for i in members], [wanted[i][1] for i in members])
-                left.difference_update([members[i] for i in self._drafted(placing, own)])
-        return [wanted[i] for i in sorted(left)]
+                drafted = self._drafted(placing, wanted.chosen(members))
+                left.difference_update([members[i] for i in drafted])
+        return wanted.chosen(sorted(left))
 
-    def _drafted(self, placing: Placing, asked: Asked) -> Sequence[int]:
+    def _drafted(self, placing: Placing, wanted: Wanted) -> Sequence[int]:
         """For which of some requests of one kind their proposer drafted, by their places."""
-        name = asked.rows[0].method
+        name = wanted.rows[0].method
         proposer: object = self._proposers[name]
         if name in self._foreign or not drafts_columns(proposer):
             return ()
-        columns = placing.columns(asked)
-        members: Sequence[int] = asked.everyone
-        if len(members) > 1 and proposer.one_length and not columns.is_tree:
-            # Near their ends requests want less: these go apart, and not the others with them.
-            lengths = columns.depths(1 << 30, self._block_size)
-            usual = lengths[0]
-            if lengths.count(usual) < len(lengths):
-                usual = max(set(lengths), key=lengths.count)
-                members = [i for i, length in enumerate(lengths) if length == usual]
-                asked = placing.asked([asked.rows[i] for i in members], [asked.budgets[i] for i in members])
-                columns = placing.columns(asked)
+        columns = placing.columns(wanted)
+        members: Sequence[int] = range(len(wanted.rows))
+        if not proposer.reads_books and -1 in columns.facts.kinds:
+            members = [i for i, kind in enumerate(columns.facts.kinds) if kind > 0]
+            if not members:
+                return ()
+            wanted = wanted.chosen(members)
+            columns = placing.columns(wanted)
         try:
             drafted = proposer.draft_columns(columns)
         except Exception:  # asked again, it says of whom
             return ()
         if drafted is None:
             return ()
-        if isinstance(drafted, DraftBlock):
-            whole = DraftPart(asked.everyone, name, columns, drafted)
-            return members if placing.place_chains(asked, whole, self._vocab_size) else ()
+        if isinstance(drafted, (DraftBlock, InBooks)):
+            whole = DraftPart(range(len(members)), name, columns, drafted)
+            return members if placing.place_chains(wanted, whole, self._vocab_size) else ()
         return [
             members[i]
             for part in drafted
-            if placing.place_chains(asked, part, self._vocab_size)
+            if placing.place_chains(wanted, part, self._vocab_size)
             for i in part.members
         ]
 

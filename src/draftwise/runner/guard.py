@@ -32,6 +32,8 @@ class Guard:
         self._failed: dict[int, None] = {}  # requests, in the order in which they failed
         self._failures: list[DrafterFailure] = []
         self._said: set[tuple[str, str, str]] = set()
+        self.failed_once = False
+        """Whether a drafter ever failed: until then nobody need look at `Row.drafting_failed`."""
 
     def ask(
         self, name: str, hook: str, rows: Sequence[Row], call: Callable[[Proposer], T], otherwise: T
@@ -46,6 +48,7 @@ class Guard:
 
     def failed(self, name: str, hook: str, rows: Sequence[Row], error: Exception) -> None:
         """These requests go on without speculation. What was marked as filled stays so: it was written before."""
+        self.failed_once = True
         for row in rows:
             row.drafting_failed = True
             self._failed[row.rid] = None

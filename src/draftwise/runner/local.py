@@ -28,7 +28,7 @@ from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
 from draftwise.runner.ordinary import OrdinarySteps
 from draftwise.runner.outcome import Outcome, drafting, row_results
-from draftwise.runner.placing import Placing
+from draftwise.runner.placing import Placing, Wanted
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.runner.seat_results import Flight
 from draftwise.runner.seats import Seats
@@ -232,7 +232,7 @@ class LocalExecutor(Executor):
         self._compaction.compact()
         verified = self._clock()
 
-        self._drafting.propose(drafting(steps, outcomes))
+        self._drafting.propose(Wanted.of(drafting(steps, outcomes)))
         drafted = self._clock()
         return StepResult(
             step=plan.step,
@@ -261,7 +261,7 @@ class LocalExecutor(Executor):
             prompt = one_by_one.prompt_logprobs(apart, output.hidden)
         if drafting.observes:
             assert output is not None
-            drafting.observe(step.rows, step.plan.rids, step.input, output)
+            drafting.observe(step.rows, step.plan.rids, step.input, output, step.method)
         # first: torch may overwrite what it decides by
         moved = ordinary.decide(step, logits, told=drafting.observes)
         outcomes: list[Outcome] = []
@@ -271,7 +271,7 @@ class LocalExecutor(Executor):
         followed = 0.0
         if drafting.observes:
             before = self._clock()
-            if not drafting.read_columns(step.rows, step.read_columns):
+            if not drafting.read_columns(step.rows, step.method, step.read_columns):
                 drafting.committed(step.read(read))
             followed = self._clock() - before
         ordinary.compact(self._storage, *moved)

@@ -17,26 +17,24 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from draftwise.kernels.cpu.attention import LAID_OUT, LaidOut, address
+from draftwise.kernels.cpu.attention import address
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.columns import RowPacker
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.records import check_record
 from draftwise.kv.storage import KVStorage
 from draftwise.runner.batch import StepBatch, StepRow
+from draftwise.runner.laying import Laid, lay_out
 from draftwise.runner.rows import DrafterFill, Row, RowBook
-from draftwise.runner.side_by_side import Decided, OrdinaryStep
-from draftwise.sampling.state import DRAW, SamplingState
+from draftwise.runner.side_by_side import Decided, OrdinaryStep, Read
+from draftwise.sampling.state import SamplingState
 from draftwise.sched.columns import NUMBERS, PROPOSED, PlanColumns, RowColumns
 from draftwise.types import (
     EMPTY_PROPOSAL,
-    AttentionBatch,
-    IntArray,
     Proposal,
     RowPlan,
     RowResult,
     StepInput,
-    new_record,
 )
 from draftwise.verify.base import VerifyColumns
 from draftwise.verify.native import RULES, NativeRules
@@ -71,6 +69,7 @@ class OrdinarySteps:
         check_record(library, "FillBook", DrafterFill)
         check_record(library, "RowBook", RowBook, _NAMES_IN_C)
         self._members = _Members((), {})
+        self._laid: Laid | None = None
         self._size = library.function(
             "dw_step_size", ctypes.c_int, [_I64, _PTR, _I64, _PTR, _PTR, _PTR, _PTR]
         )
@@ -78,7 +77,7 @@ class OrdinarySteps:
         self._taken = library.function(
             "dw_step_taken",
             _I64,
-            [_I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _I64, *[_PTR] * 6, *[_PTR] * 4],
+            [_I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _I64, *[_PTR] * 9, _I64, _PTR, _PTR],
         )
         self._waiting = library.function("dw_step_waiting", None, [_I64, _PTR, _PTR])
         self._move = library.function("dw_move_slots", None, [_PTR, *[_I64] * 5, _PTR, _PTR])
@@ -120,71 +119,28 @@ class OrdinarySteps:
                 return None
             going = [plan for plan in plans if not rows[plan.rid].is_full]
             return self.gather(going, rows) if going else None
-        total, width, trees, sampled, decided, nodes, num_logits, _ = facts
+        decided = facts[4]
         if not decided:
             return None
-        (token_ids, positions, slots), rows_at = self._packer.room(total)
-        all_rows = num_logits == total
-        # starts, contexts, first rows, tables, and which rows have logits
-        ints: IntArray = np.empty(3 * count + 1 + count * width + (0 if all_rows else num_logits), np.int32)
-        at = address(ints)
-        tables = 3 * count + 1
-        logits = tables + count * width
-        is_tree_np = np.zeros(count, np.bool_)
-        trees_at = address(is_tree_np)
-        ancestors_np = np.zeros(total, np.uint64) if trees else None
-        ancestors_at = None if ancestors_np is None else address(ancestors_np)
-        draws = bytearray(DRAW.size * decided)
-        numbers, given = array("i", bytes(4 * 5 * decided)), array("i", bytes(4 * 3 * nodes))
-        methods, q_at = array("i", bytes(4 * decided)), array("Q", bytes(8 * decided))
-        draws_at, numbers_at, given_at = _address(draws), numbers.buffer_info()[0], given.buffer_info()[0]
-        q_rows_at, methods_at = q_at.buffer_info()[0], methods.buffer_info()[0]
-        self._rows(
-            count,
-            places_at,
-            size,
-            asked_at,
-            own_at,
-            parts_at,
-            facts_at,
-            rows_at,
-            at,
-            at + 4 * (count + 1),
-            at + 4 * tables,
-            trees_at,
-            ancestors_at,
-            at + 4 * (2 * count + 1),
-            None if all_rows else at + 4 * logits,
-            draws_at,
-            numbers_at,
-            given_at,
-            q_rows_at,
-            methods_at,
-        )
-        starts_np, contexts_np = ints[: count + 1], ints[count + 1 : 2 * count + 1]
-        tables_np = ints[tables:logits].reshape(count, width)
-        laid_out = new_record(LaidOut, (
-            total, starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, None,
-            at, at + 4 * (count + 1), trees_at, at + 4 * tables, ancestors_at, None, None,
-        ))  # fmt: skip
-        attention = AttentionBatch(
-            starts_np, contexts_np, is_tree_np, tables_np, ancestors_np, size, cache={LAID_OUT: laid_out}
-        )
-        step_input = StepInput(token_ids, positions, slots, attention)
+        laid = self._laid
+        if laid is None or laid.facts != facts or laid.requests != count:
+            laid = self._laid = lay_out(count, facts, self._packer)
+        self._rows(count, places_at, size, asked_at, own_at, parts_at, facts_at, *laid.places)
+        step_input = StepInput(*laid.rows, laid.attention(size))
         if self._members.adapters:
             step_input = replace(step_input, adapters=self._members.adapters)
-        logit_rows = None if all_rows else ints[logits:].tolist()
+        logit_rows = None if laid.logit_rows_np is None else laid.logit_rows_np.tolist()
         own = answers[:count]
         at_of: array[int] | None = None
         apart_at: list[int] = []
         apart: StepBatch | None = None
         members_decided = members
         if decided < count:
-            starts = starts_np.tolist()
+            starts = laid.laid_out.starts_np.tolist()
             parts = answers[count:].tolist()
             at_of = array("i", [i for i, part in enumerate(parts) if part == _IN_COLUMNS])
             apart_at = [i for i, part in enumerate(parts) if part != _IN_COLUMNS]
-            first_rows = ints[2 * count + 1 : tables].tolist()
+            first_rows = laid.first_rows_np.tolist()
             apart = _apart(
                 [(columns[i], members[i], own[i], starts[i], first_rows[i], parts[i]) for i in apart_at],
                 step_input,
@@ -198,21 +154,11 @@ class OrdinarySteps:
             self._members.places,
             step_input,
             logit_rows,
-            num_logits,
-            Decided(
-                at_of,
-                members_decided,
-                places,
-                own,
-                methods,
-                draws,
-                numbers,
-                given,
-                q_at,
-                (draws_at, numbers_at, given_at, q_rows_at if sampled else None, methods_at),
-            ),
+            facts[6],
+            Decided(at_of, members_decided, places, own, laid.given, laid.inputs),
             apart,
             apart_at,
+            self._members.method,
         )
 
     def decide(self, step: OrdinaryStep, logits: torch.Tensor, *, told: bool) -> tuple[list[int], list[int]]:
@@ -240,10 +186,13 @@ class OrdinarySteps:
         )
         results, tokens = array("i", bytes(4 * NUMBERS * count)), array("i", bytes(4 * (number + nodes)))
         moves, goes_on = array("q", bytes(16 * nodes)), array("i", bytes(4 * number))
-        read: IntArray | None = None
+        read: Read | None = None
+        room, read_at, counts_at, facts_at = 0, None, None, None
         if told:
-            read = np.empty(number + sum(step.plan.num_new) + nodes, np.int32)
-        read_at = None if read is None else address(read)
+            room = sum(step.plan.num_new) + nodes
+            read = Read(array("i", bytes(4 * number)), array("q", bytes(24)), np.empty((3, room), np.int64))
+            read_at, counts_at = address(read.rows_np), read.counts.buffer_info()[0]
+            facts_at = read.facts.buffer_info()[0]
         at_of = decided.at
         moved = self._taken(
             count,
@@ -262,8 +211,10 @@ class OrdinarySteps:
             moves.buffer_info()[0],
             step.plan.num_new.buffer_info()[0],
             address(step.input.attention.query_start_np),
-            None if read_at is None else read_at + 4 * number,
             read_at,
+            room,
+            counts_at,
+            facts_at,
         )
         self.stale = True
         decided.goes_on, decided.read = goes_on, read
@@ -312,6 +263,8 @@ class _Members:
         self.rows = [rows[rid] for rid in rids]
         self.places = array("Q", [row.at for row in self.rows])
         self.places_at = self.places.buffer_info()[0]
+        methods = {row.method for row in self.rows}
+        self.method = methods.pop() if len(methods) == 1 else None
         adapters = tuple([row.adapter for row in self.rows])
         self.adapters = adapters if any(adapters) else None
 
@@ -369,7 +322,3 @@ def _apart(
         logit_rows,
         prompt,
     )
-
-
-def _address(memory: bytearray) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

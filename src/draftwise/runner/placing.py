@@ -11,32 +11,44 @@ import numpy as np
 import torch
 
 from draftwise.kernels.cpu.attention import address
+from draftwise.kernels.cpu.book_drafts import InBooks
 from draftwise.kernels.cpu.library import NativeLibrary
-from draftwise.names import MAX_TREE_NODES, method_number
-from draftwise.propose.columns import DraftColumns, DraftPart
+from draftwise.names import method_number
+from draftwise.propose.columns import DraftColumns, DraftPart, Facts
 from draftwise.runner.rows import Row
 from draftwise.types import Proposal
 from draftwise.verify.native import DRAWS
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
-_FACTS = 8
+_FACTS = len(Facts._fields)
 
 
-class Asked(NamedTuple):
-    """R requests that want drafts, and what their books say. ``places`` [R]: where these lie; ``everyone``: 0 to R - 1;
-    ``facts`` [8 * R]: what ``dw_draft_columns`` writes."""
+class Wanted(NamedTuple):
+    """R requests that want drafts. ``budgets`` [R] int32: nodes at most; ``places`` [R] uint64: where books lie."""
 
     rows: Sequence[Row]
-    budgets: Sequence[int]
+    budgets: array[int]
     places: array[int]
-    everyone: range
-    facts: list[int]
 
-    @property
-    def kinds(self) -> list[int]:
-        """[R] the number of the kind of chain or tree that each wants, see `rows.kind_of`; 0: another proposal; -1: it
-        cannot draft."""
-        return self.facts[: len(self.rows)]
+    @classmethod
+    def of(cls, wishes: Sequence[tuple[Row, int]]) -> Wanted:
+        """These requests with these budgets."""
+        return cls(
+            [row for row, _ in wishes],
+            array("i", [budget for _, budget in wishes]),
+            array("Q", [row.at for row, _ in wishes]),
+        )
+
+    def chosen(self, own: Sequence[int]) -> Wanted:
+        """Some of them, by their places among them."""
+        return Wanted(
+            [self.rows[i] for i in own],
+            array("i", [self.budgets[i] for i in own]),
+            array("Q", [self.places[i] for i in own]),
+        )
+
+
+NOBODY = Wanted.of(())
 
 
 class Placing:
@@ -46,7 +58,7 @@ class Placing:
         self._block_size = block_size
         self._columns = library.function("dw_draft_columns", None, [_I64, _PTR, _PTR])
         self._chains = library.function(
-            "dw_place_chains", _I64, [_I64, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _I64, _PTR, _I64]
+            "dw_place_chains", _I64, [_I64, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _PTR, _I64]
         )
         self._place = library.function("dw_place_drafts", _I64, [_I64, _PTR, _I64, _PTR, _I64, _PTR, _PTR])
 
@@ -120,40 +132,40 @@ class Placing:
         )
         return bool(bad < 0)
 
-    def asked(self, rows: Sequence[Row], budgets: Sequence[int]) -> Asked:
-        """Read the books of requests that want drafts, ``budgets`` [R] nodes at most."""
-        count = len(rows)
-        places = array("Q", [row.at for row in rows])
+    def facts(self, places: array[int]) -> list[int]:
+        """What ``dw_draft_columns`` writes of the books at these places: the columns of `Facts`."""
+        count = len(places)
         facts = array("q", bytes(8 * _FACTS * count))
         self._columns(count, places.buffer_info()[0], facts.buffer_info()[0])
-        return Asked(rows, budgets, places, range(count), facts.tolist())
+        return facts.tolist()
 
-    def columns(self, asked: Asked) -> DraftColumns:
-        """What a drafter has to know of requests that all want chains, or trees, of one kind (`Asked.kinds`)."""
-        rows, count, facts = asked.rows, len(asked.rows), asked.facts
+    def columns(self, wanted: Wanted) -> DraftColumns:
+        """What a drafter has to know of requests that all want chains, or trees, of one kind."""
+        rows = wanted.rows
         first = rows[0]
         return DraftColumns(
             first.speculation,
-            () if first.state.is_greedy else [row.state for row in rows],
+            first.state.is_greedy,
             [row.rid for row in rows],
-            facts[count : 2 * count],
-            facts[2 * count : 3 * count],
-            [budget if budget < MAX_TREE_NODES else MAX_TREE_NODES for budget in asked.budgets],
-            facts[3 * count : 4 * count],
-            facts[4 * count : 5 * count],
-            facts[5 * count : 6 * count],
-            facts[6 * count : 7 * count],
-            facts[7 * count :],
+            wanted.places,
+            wanted.budgets,
+            first.state,
             lambda: [row.state for row in rows],
+            self.facts,
         )
 
-    def place_chains(self, asked: Asked, part: DraftPart, vocab_size: int) -> bool:
+    def place_chains(self, wanted: Wanted, part: DraftPart, vocab_size: int) -> bool:
         """Write down what was drafted for some of these requests. False: something about it cannot be, and nothing was
         written."""
-        rows, places, block = asked.rows, asked.places, part.block
-        if part.members is not asked.everyone:
-            rows = [rows[i] for i in part.members]
-            places = array("Q", [row.at for row in rows])
+        rows, places, block = wanted.rows, wanted.places, part.block
+        if len(part.members) < len(rows):
+            own = wanted.chosen(part.members)
+            rows, places = own.rows, own.places
+        if isinstance(block, InBooks):
+            if block.q is not None:
+                for row in rows:
+                    row.keep_q(block.q)
+            return True
         count, tokens, q = len(rows), block.tokens, block.q
         if tokens.shape[0] != count or tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
             return False
@@ -167,10 +179,7 @@ class Placing:
                 return False
             if not q.is_contiguous():
                 q = q.contiguous()
-        unknown = [-1] * count
-        numbers = array(
-            "i", [*(block.sizes or [width] * count), *part.columns.budgets, *(block.filled or unknown)]
-        )
+        numbers = array("i", [*(block.sizes or [width] * count), *part.columns.asked, *([-1] * count)])
         if len(numbers) != 3 * count:
             return False
         bad = self._chains(
@@ -181,7 +190,6 @@ class Placing:
             address(tokens),
             None if parents is None else address(parents),
             numbers.buffer_info()[0],
-            block.stored,
             vocab_size,
             None if q is None else q.data_ptr(),
             method_number(part.method),

@@ -169,7 +169,7 @@ class NativeBlocks:
         self._pool, self._store, self._block = pool, store, block
         (hidden, dtype), vocab = block.widths
         together = max(1, min(layout.together, _PASS_NUMBERS // (layout.places * vocab)))
-        self._correction, self._target_ids_np = correction, target_ids_np
+        self._correction, self.target_ids_np, self.vocab_size = correction, target_ids_np, vocab
         self._room = together * layout.rows, together * layout.places
         self._plan = BlockPlan(
             layout.rows,
@@ -204,7 +204,7 @@ class NativeBlocks:
         count = len(batch.attention.context_len_np)
         tokens = np.empty((count, steps), np.int64)
         out = ChainOutput(steps, self._plan.vocab, address(tokens))
-        out.target_ids = target_ids_at(self._target_ids_np, self._plan.vocab)
+        out.target_ids = target_ids_at(self.target_ids_np, self._plan.vocab)
         q = fill_draws(out, draws, count)
         own = self._block.room_for(*self._room)
         self._chains(
@@ -221,13 +221,17 @@ class NativeBlocks:
         contexts = tables.context_len_np + np.diff(tables.query_start_np)
         trees = NativeTrees.make(draws, contexts, self._plan.vocab)
         require(len(draws) == len(contexts), "a tree per request")
-        trees.output.target_ids = target_ids_at(self._target_ids_np, self._plan.vocab)
+        trees.output.target_ids = target_ids_at(self.target_ids_np, self._plan.vocab)
         own = self._block.room_for(*self._room)
         self._trees(
             self._store.pointer, self._block.pointer, self._pool.pointer, given, own, self._plan, trees.output
         )
         del kept
         return trees.result()
+
+    def own_pass(self) -> tuple[int, PassInput, BlockPlan]:
+        """What native code is told of the pass over root and masks."""
+        return self._block.pointer, self._block.room_for(*self._room), self._plan
 
     def _given(self, batch: StepInput, features: Tensor) -> tuple[PassInput, object]:
         tables = batch.attention

@@ -34,6 +34,7 @@ class ChainOutput(ctypes.Structure):
         ("feature_in", _I32),
         ("feature_out", _I32),
         ("stream", _I32),
+        ("lengths", _PTR),
     )
 
 

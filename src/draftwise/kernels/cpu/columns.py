@@ -23,6 +23,7 @@ _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 
 
 _FEW = 512
+_INT64 = np.dtype(np.int64)
 
 
 class RowPacker:
@@ -184,6 +185,49 @@ class RowPacker:
             if few is not None:
                 few[count] = found
         return found
+
+
+class RowCopies:
+    """Copies rows of tensors to places in another, whose numbers lie side by side."""
+
+    def __init__(self, library: NativeLibrary, target: Tensor) -> None:
+        """``target`` [N, ...]"""
+        require(target.is_contiguous() and target.device.type == "cpu", "a contiguous tensor on the CPU")
+        self._copy: Callable[..., None] = library.function(
+            "dw_copy_rows", None, [_PTR, _I64, _I64, _PTR, _I64, _I64, _I64, _I64, _PTR, _PTR]
+        )
+        self._target = target
+        self._places = target.data_ptr(), target.shape[0], target.stride(0) * target.element_size()
+
+    def copy(self, source: Tensor, rows_np: npt.NDArray[np.int64], places_np: npt.NDArray[np.int64]) -> None:
+        """Row rows_np[i] of ``source`` [n, F] becomes the first F numbers at places_np[i], one after the other."""
+        source = source.contiguous()
+        rows, width = source.shape
+        size = source.element_size()
+        if (
+            source.dtype is not self._target.dtype
+            or width * size > self._places[2]
+            or rows_np.shape != places_np.shape
+            or not rows_np.dtype == places_np.dtype == _INT64
+            or not (rows_np.flags.c_contiguous and places_np.flags.c_contiguous)
+        ):
+            refuse("rows of one type, and an int64 place for each")
+        self._copy(
+            *self._places,
+            source.data_ptr(),
+            rows,
+            width * size,
+            width * size,
+            len(rows_np),
+            address(rows_np),
+            address(places_np),
+        )
+
+
+def row_copies(target: Tensor) -> RowCopies | None:
+    """For tensors on a CPU; None for other devices, and where the native library was not built."""
+    library = _library() if target.device.type == "cpu" and target.is_contiguous() else None
+    return None if library is None else RowCopies(library, target)
 
 
 def own_packer(device: torch.device) -> RowPacker | None:

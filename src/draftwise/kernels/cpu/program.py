@@ -160,7 +160,7 @@ class Program:
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._room: tuple[tuple[int, int], Tensor, Tensor] | None = None
         self._own: _Results | None = None  # of passes whose results nobody reads, see `_prepare`
-        self._fed_back: tuple[Feedback, int, int | None] | None = None  # the latest, see `_feed_back`
+        self._fed_back: tuple[Feedback, int, int | None] | None = None  # the latest, see `feed_back`
         self._checked: dict[
             int, _Rows
         ] = {}  # by number of rows: the latest tensors, which a packer uses again
@@ -218,7 +218,7 @@ class Program:
         out = ChainOutput(steps, self._logits[0], address(tokens), positions.buffer_info()[0])
         out.feature_in = out.feature_out = -1
         if feedback is not None:
-            self._feed_back(out, feedback, features)
+            self.feed_back(out, feedback)
         q = fill_draws(out, draws, len(tokens))
         self._chains(self._pointer, self._pool.pointer, self._input, out)
         del kept
@@ -247,7 +247,7 @@ class Program:
         trees = NativeTrees.make(draws, contexts, self._logits[0])
         kept = self._prepare(batch, head_rows, features, trees.output.room, own=True)
         if feedback is not None:
-            self._feed_back(trees.output, feedback, features)
+            self.feed_back(trees.output, feedback)
         self._trees(self._pointer, self._pool.pointer, self._input, trees.output)
         del kept
         return trees.result()
@@ -280,6 +280,11 @@ class Program:
         return self._input
 
     @property
+    def given_room(self) -> PassInput:
+        """What `make_room` and `give_features` prepared."""
+        return self._input
+
+    @property
     def pointer(self) -> int:
         """The ``dw::Program*``."""
         return self._pointer
@@ -289,13 +294,10 @@ class Program:
         """The widths of hidden rows, with their type, and of logits."""
         return self._hidden, self._logits[0]
 
-    def _feed_back(self, out: ChainOutput | TreeOutput, feedback: Feedback, features: Tensor | None) -> None:
+    def feed_back(self, out: ChainOutput | TreeOutput, feedback: Feedback) -> None:
         """Say where the features of a next row come from, and which tokens are drawn."""
-        if features is None:
-            refuse("features to feed back")
-        width, dtype = features.shape[1], features.dtype
-        fed_back = self._hidden if feedback.layer is None else self._captured[feedback.layer]
-        if fed_back != (width, dtype):
+        width, dtype = self._hidden if feedback.layer is None else self._captured[feedback.layer]
+        if width != self._features or dtype is not self._hidden[1]:
             refuse("features as wide as those that are fed back")
         if self._fed_back is None or self._fed_back[0] is not feedback:
             place = 0 if feedback.layer is None else 1 + list(self._captured).index(feedback.layer)
@@ -328,9 +330,7 @@ class Program:
             count = index.shape[0]
             if index.dtype != _INT64 or not index.flags.c_contiguous:
                 refuse("the head's rows in int64")
-        most, most_logits = rows if rows > room else room, count if count > room else room
-        if most > call.capacity or count > call.capacity:
-            self._grow(max(most, count))
+        results = self.make_room(rows if rows > room else room, count if count > room else room, own=own)
         given = self._checked.get(rows)
         if (
             given is None
@@ -340,28 +340,42 @@ class Program:
         ):
             given = self._check(batch, rows)
         externals[0], externals[1], externals[2] = given.places
-        first = self._first_result
         if self._features is not None:
-            if (
-                features is None
-                or features.shape != (rows, self._features)
-                or features.dtype is not self._hidden[1]
-                or not features.is_contiguous()
-            ):
-                refuse("features of the hidden states' type for each row")
-            externals[3] = features.data_ptr()
-        results = self._own if own else None
-        if results is None or results.hidden.shape[0] < most or results.logits.shape[0] < most_logits:
-            results = self._results(most, most_logits)
-            if own and results.nbytes <= _KEPT_BYTES:
-                self._own = results
-        for place, at in enumerate(results.places, first):
-            externals[place] = at
+            self.give_features(features, rows)
         call.rows = rows
         call.head_rows = count
         call.head_index = None if index is None else address(index)
         call.head_only = own or head_only
         return results, fill_view(call.batch, batch.attention, rows), index, given
+
+    def give_features(self, features: Tensor | None, rows: int) -> None:
+        """Let the next pass read these, [rows, F], where the recording asked for features."""
+        if self._features is None:
+            return
+        if (
+            features is None
+            or features.shape != (rows, self._features)
+            or features.dtype is not self._hidden[1]
+            or not features.is_contiguous()
+        ):
+            refuse("features of the hidden states' type for each row")
+        self._externals[3] = features.data_ptr()
+
+    def make_room(self, rows: int, head_rows: int, *, own: bool) -> _Results:
+        """See that the next pass has an arena for so many rows, and memory for its results, which the caller keeps.
+        ``own``: as in `_prepare`."""
+        most = rows if rows > head_rows else head_rows
+        if most > self._input.capacity:
+            self._grow(most)
+        results = self._own if own else None
+        if results is None or results.hidden.shape[0] < rows or results.logits.shape[0] < head_rows:
+            results = self._results(rows, head_rows)
+            if own and results.nbytes <= _KEPT_BYTES:
+                self._own = results
+        externals = self._externals
+        for place, at in enumerate(results.places, self._first_result):
+            externals[place] = at
+        return results
 
     def _results(self, rows: int, head_rows: int) -> _Results:
         """Fresh tensors for what a pass writes."""

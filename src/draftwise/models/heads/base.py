@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import Linear
+from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import LogitsTail
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
@@ -133,9 +134,9 @@ class HeadModel(ABC):
             depth: which of `num_depths` layers computes; each has K/V of its own.
         """
 
-    def recordable(self, batch: StepInput) -> bool:
-        """Whether `forward` of these rows does the same operations as of any others. A pass that does not is run call
-        by call, and no chain is drafted from it in one call."""
+    def recordable(self) -> bool:
+        """Whether `forward` does the same operations whatever its rows are. Passes of one that does not are run call by
+        call, and nothing is drafted in one call."""
         return True
 
     @abstractmethod
@@ -188,6 +189,11 @@ class HeadModel(ABC):
         parent's row gave. Tokens are the target's; ``draws`` speak the draft vocabulary. None: there is no quicker way
         than level by level.
         """
+        return None
+
+    def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:
+        """Draft for requests that stand in books, as `draft_chains` and `draft_trees` would, and write drafts, over the
+        target's vocabulary, there. None: it cannot be done so, and nothing has changed."""
         return None
 
     @abstractmethod

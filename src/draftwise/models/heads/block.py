@@ -230,7 +230,7 @@ class BlockHead(LayeredHead):
             hidden = ops.add_rms_norm(product, residual, norm)
         return HeadOutput(hidden, hidden)
 
-    def recordable(self, batch: StepInput) -> bool:
+    def recordable(self) -> bool:
         return self._convs is None
 
     def logits(self, hidden: Tensor) -> Tensor:

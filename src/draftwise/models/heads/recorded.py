@@ -12,6 +12,8 @@ from torch import Tensor
 
 from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.blocks import BlockLayout, NativeBlocks
+from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
+from draftwise.kernels.cpu.book_passes import BookPasses
 from draftwise.kernels.cpu.chains import Feedback
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.program import Program
@@ -44,6 +46,7 @@ class RecordedHead(WrappedHead):
         self._feedback = Feedback(_FEATURES, ids_np), Feedback(None, ids_np)
         """By whether hidden states and next features are one result."""
         self._programs: dict[tuple[int, int], tuple[KVStorage, Program, bool]] = {}
+        self._books: dict[Program, BookPasses] = {}
         self._eager = False
         # on a storage of one slot: an error shows before the recording is used
         tiny = KVStorage(head.kv_layout(), 1, 1, head.dtype, head.device)
@@ -53,7 +56,7 @@ class RecordedHead(WrappedHead):
         self.same_bits = not self._eager
 
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
-        found = self._found(batch, kv, depth)
+        found = self._found(kv, depth)
         if found is None:
             return self.inner.forward(batch, features, kv, depth)
         program, one = found
@@ -68,7 +71,7 @@ class RecordedHead(WrappedHead):
         rows: Sequence[int] | None = None,
         depth: int = 0,
     ) -> tuple[HeadOutput, Tensor]:
-        found = self._found(batch, kv, depth)
+        found = self._found(kv, depth)
         if found is None:
             return super().forward_logits(batch, features, kv, rows, depth)
         program, one = found
@@ -90,7 +93,7 @@ class RecordedHead(WrappedHead):
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
         if self.num_depths > 1 and steps > 1:
             return None  # each pass has another layer
-        found = self._found(batch, kv, 0)
+        found = self._found(kv, 0)
         if found is None:
             return None
         program, one = found
@@ -107,15 +110,28 @@ class RecordedHead(WrappedHead):
     ) -> Sequence[DraftedTree] | None:
         if self.num_depths > 1:
             return None  # what the first depth gives is queued for the next one
-        found = self._found(batch, kv, 0)
+        found = self._found(kv, 0)
         if found is None:
             return None
         program, one = found
         wanted = len(draws) if rows is None else np.asarray(rows, np.int64)
         return program.trees(batch, wanted, draws, features, self._feedback[one])
 
-    def _found(self, batch: StepInput, kv: KVStorage, depth: int) -> tuple[Program, bool] | None:
-        return self._program(kv, depth) if self.inner.recordable(batch) else None
+    def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:
+        if self.num_depths > 1:
+            return None  # what the first depth gives is queued for the next one
+        found = self._found(kv, 0)
+        if found is None:
+            return None
+        program, one = found
+        books = self._books.get(program)
+        if books is None:
+            books = BookPasses(self._ops.library, self._ops.pool, program, self._feedback[one])
+            self._books[program] = books
+        return books.draft(asked)
+
+    def _found(self, kv: KVStorage, depth: int) -> tuple[Program, bool] | None:
+        return self._program(kv, depth) if self.inner.recordable() else None
 
     def _program(self, kv: KVStorage, depth: int) -> tuple[Program, bool] | None:
         """The recording, and whether hidden states and next features are one result."""
@@ -157,10 +173,21 @@ class RecordedBlock(RecordedHead):
         self._parts = None if head.correction is None else head.correction.parts()
         self._vocab_size = head.vocab_size
 
+    def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:
+        blocks, store = self._native(kv), self._program(kv, CONTEXT)
+        if blocks is None or store is None:
+            return None
+        books = self._books.get(store[0])
+        if books is None:
+            books = BookPasses(self._ops.library, self._ops.pool, store[0], blocks=blocks)
+            self._books[store[0]] = books
+        return books.draft(asked)
+
     def lay_out(self, layout: BlockLayout) -> None:
         """Blocks are drafted in this layout from now on; without one they are not drafted in one call."""
         self._layout = layout
         self._blocks = None
+        self._books.clear()
 
     def draft_chains(
         self,
@@ -171,7 +198,7 @@ class RecordedBlock(RecordedHead):
         steps: int,
         draws: ChainDraws | None = None,
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
-        blocks = self._native(batch, kv)
+        blocks = self._native(kv)
         return None if blocks is None else blocks.chains(batch, features, steps, draws)
 
     def draft_trees(
@@ -182,11 +209,11 @@ class RecordedBlock(RecordedHead):
         rows: Sequence[int] | None,
         draws: Sequence[TreeDraws],
     ) -> Sequence[DraftedTree] | None:
-        blocks = self._native(batch, kv)
+        blocks = self._native(kv)
         return None if blocks is None else blocks.trees(batch, features, draws)
 
-    def _native(self, batch: StepInput, kv: KVStorage) -> NativeBlocks | None:
-        if self._layout is None or not self.inner.recordable(batch):
+    def _native(self, kv: KVStorage) -> NativeBlocks | None:
+        if self._layout is None or not self.inner.recordable():
             return None
         if self._blocks is not None and self._blocks[0] is kv:
             return self._blocks[1]

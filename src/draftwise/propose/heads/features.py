@@ -11,14 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draftwise.kernels.cpu.columns import row_copies
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.heads.state import Features
 from draftwise.transfer import to_device
-from draftwise.types import IntArray, TargetOutput
+from draftwise.types import TargetOutput
 
+_Ints = npt.NDArray[np.int64]
 _WAITING_STEPS = 32
 _WAITING_ROWS = 512
 """Steps, and rows of their passes, whose results may be kept: it bounds their memory. A pass of more rows is long, and
@@ -31,8 +34,8 @@ class _Waiting:
 
     features: Features
     output: TargetOutput
-    rows_np: IntArray
-    ends: list[tuple[int, int]]
+    rows_np: _Ints
+    ends_np: _Ints
 
 
 class FeatureSource:
@@ -44,6 +47,7 @@ class FeatureSource:
         self._blocks = block_features
         self._waiting: list[_Waiting] = []
         self._rows = 0  # of the passes that wait
+        self._copies = row_copies(block_features)
         self._compute = _weakly(self.compute)
 
     def expected(self) -> Features:
@@ -53,20 +57,20 @@ class FeatureSource:
     def wait(
         self,
         output: TargetOutput,
-        rows_np: IntArray,
-        ends: list[tuple[int, int]],
+        rows_np: _Ints,
+        ends_np: _Ints,
         features: Features | None = None,
     ) -> Features:
-        """The features [n, F] of rows ``rows_np`` [n] of a pass; `Features.value` computes them.
+        """The features [n, F] of rows ``rows_np`` int64 [n] of a pass; `Features.value` computes them.
 
         Args:
             output: of the pass.
             rows_np: ascending.
-            ends: which of the n are of tokens that are the last of their blocks, and these blocks.
+            ends_np: int64 [2, m]: which of the n are of tokens that are the last of their blocks, and these blocks.
             features: what `expected` gave for them.
         """
         features = features or self.expected()
-        self._waiting.append(_Waiting(features, output, rows_np, ends))
+        self._waiting.append(_Waiting(features, output, rows_np, ends_np))
         self._rows += output.hidden.shape[0]
         return features
 
@@ -89,19 +93,22 @@ class FeatureSource:
                 [step.rows_np + first for step, first in zip(waiting, first_np, strict=True)]
             )
         features = self._head.combine(output, _index(rows_np, output.hidden))
-        ends: dict[
-            int, int
-        ] = {}  # block -> row of `features`; a block that was handed on has its new owner's
         first = 0
         for step in waiting:
             count = len(step.rows_np)
-            step.features.give(features[first : first + count])
-            for row, block in step.ends:
-                ends[block] = first + row
+            own = features if len(waiting) == 1 else features[first : first + count]
+            step.features.give(own)
+            if step.ends_np.shape[1]:  # a block that was handed on has its new owner's: later ones come last
+                self._keep(own, step.ends_np[0], step.ends_np[1])
             first += count
-        if ends:
-            rows, blocks = to_device([list(ends.values()), list(ends)], features.device)
-            self._blocks[blocks, 0] = features.index_select(0, rows)
+
+    def _keep(self, features: Tensor, rows_np: _Ints, blocks_np: _Ints) -> None:
+        """Write these rows of features beside these blocks."""
+        if self._copies is not None:
+            self._copies.copy(features, rows_np, blocks_np)
+            return
+        rows, blocks = to_device(np.stack((rows_np, blocks_np)), features.device)
+        self._blocks[blocks, 0] = features.index_select(0, rows)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
@@ -117,7 +124,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _index(rows_np: IntArray, hidden: Tensor) -> Tensor | slice:
+def _index(rows_np: _Ints, hidden: Tensor) -> Tensor | slice:
     """Rows of a pass, ascending, for `HeadModel.combine`; a slice if that is what they are, unless it would keep a long
     pass alive.
 
@@ -126,7 +133,7 @@ def _index(rows_np: IntArray, hidden: Tensor) -> Tensor | slice:
     first, stop = int(rows_np[0]), int(rows_np[-1]) + 1
     if stop - first == len(rows_np) and hidden.shape[0] <= _WAITING_ROWS:
         return slice(first, stop)
-    return to_device(rows_np.astype(np.int64), hidden.device)
+    return torch.from_numpy(rows_np) if hidden.is_cpu else to_device(rows_np, hidden.device)
 
 
 def _side_by_side(head: HeadModel, outputs: list[TargetOutput]) -> TargetOutput:

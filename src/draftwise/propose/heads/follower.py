@@ -35,9 +35,6 @@ class HeadFollower(Proposer, ColumnFollower):
     has_storage: ClassVar[bool] = True
     observes: ClassVar[bool] = True
 
-    steady_from = 8
-    """So many requests are kept side by side; calls on arrays cost a few requests more than their records do."""
-
     def __init__(self, head: HeadModel, block_size: int) -> None:
         self._block_size = block_size
         self._passes = HeadPasses(head, block_size)
@@ -100,7 +97,8 @@ class HeadFollower(Proposer, ColumnFollower):
             if state.pending >= _PENDING_ROWS or read + 1 < part.num_tokens:
                 # not the row of the first token that was not read: its slot need not be the request's yet
                 many.append(Fill(state, part.token_ids_np, part.block_table_np, read))
-        source.wait(output, np.array(rows, np.int32), ends, features)
+        ends_np = np.array([[row for row, _ in ends], [block for _, block in ends]], np.int64)
+        source.wait(output, np.array(rows, np.int64), ends_np, features)
         for own, first, stop in copies:
             own.give(features.value[first:stop].clone())
         source.bound()
@@ -111,25 +109,14 @@ class HeadFollower(Proposer, ColumnFollower):
         return [state.filled for state in told]
 
     def read_columns(self, read: ReadColumns) -> bool:
-        steady, output, count = self._steady, self._output, len(read.rids)
+        steady, output = self._steady, self._output
         if steady is None or output is None or not steady.follows(read.rids, read.first_tokens_np):
             return False
-        total, most = len(read.rows_np), int(read.counts_np.max())
-        if most >= _PENDING_ROWS or total > max(MANY_FEATURES, _FEW_ROWS * count):
+        if read.most >= _PENDING_ROWS or len(read.rows_np) > max(MANY_FEATURES, _FEW_ROWS * len(read.rids)):
             return False
         self._output = None
-        # Example: blocks of 16, tokens 30 to 33: the second one is the last of its block, number 31 // 16.
-        behind_np = -(read.first_tokens_np + 1) % self._block_size
-        ends: list[tuple[int, int]] = []
-        filling = np.flatnonzero(behind_np < read.counts_np).tolist()
-        if filling:
-            starts_np = np.cumsum(read.counts_np) - read.counts_np
-            for i in filling:
-                token, own = int(read.first_tokens_np[i]), int(read.counts_np[i])
-                first = int(starts_np[i])
-                ends += [(first + k, block) for k, block in self._passes.ends(token, own, read.blocks_np(i))]
         source = self._passes.source
-        steady.came(source.wait(output, read.rows_np, ends), read.counts_np)
+        steady.came(source.wait(output, read.rows_np, read.ends_np), read.counts)
         source.bound()
         return True
 

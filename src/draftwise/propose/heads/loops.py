@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -10,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from draftwise.models.inputs import last_rows, pack_places, pack_spans
+from draftwise.kernels.cpu.book_drafts import BookFeatures
+from draftwise.models.inputs import last_rows, pack_spans
 from draftwise.propose.base import DraftRow
-from draftwise.propose.columns import DraftColumns
 from draftwise.propose.heads.passes import HeadPasses
 from draftwise.propose.heads.state import HeadState, Piece, Track, joined
-from draftwise.propose.heads.steady import SteadyHeads
 from draftwise.types import ChainDraws, DraftedTree, IntArray, StepInput, TreeDraws
 
 T = TypeVar("T")
@@ -66,55 +66,19 @@ class HeadLoops:
             ),
         )
 
-    def columns(self, columns: DraftColumns, states: Sequence[HeadState], call: Call[T]) -> T | None:
-        """Let the head do all passes for requests in columns, as `chains` and `trees` do; ``call``: asks it."""
-        return self._fed(
-            columns.known,
-            states,
-            lambda firsts, first_keys: self._pack(columns, firsts, first_keys),
-            call,
-        )
-
-    def steady(
-        self, steady: SteadyHeads, features: Tensor, turns: Sequence[tuple[slice, DraftColumns, Call[T]]]
-    ) -> list[T] | None:
-        """`columns` of requests that go on together, some of them at a time. ``features`` [n, F]: of all their rows
-        (`SteadyHeads.ready`). Nothing is noted of what is stored."""
-        begun = time.perf_counter()
-        answers: list[T] = []
-        start = 0
-        firsts, first_keys = steady.next_np.tolist(), steady.first_keys
-        for own, part, call in turns:
-            batch = self._pack(part, firsts[own], first_keys[own])
-            if batch is None:
-                return None
-            stop = start + batch.token_ids.shape[0]
-            last = None
-            if stop - start > len(part.rids):
-                last = last_rows(firsts[own], part.known)
-            answer = call(batch, features if len(turns) == 1 else features[start:stop], last)
-            if answer is None:
-                return None
-            answers.append(answer)
-            start = stop
-        self._passes.add_time(begun)
-        return answers
-
-    def _pack(
-        self, columns: DraftColumns, firsts: Sequence[int], first_keys: Sequence[int]
-    ) -> StepInput | None:
-        return pack_places(
-            firsts,
-            columns.known,
-            columns.num_blocks,
-            columns.tokens_at,
-            columns.blocks_at,
-            self._passes.block_size,
-            self._passes.head.inputs_on,
-            position_offset=-1,
-            first_keys=first_keys,
-            packer=self._passes.packer,
-        )
+    def missing(self, known: Sequence[int], states: Sequence[HeadState]) -> BookFeatures:
+        """The features of what the head has not read of ``known`` [R] tokens, see `HeadPasses.first_missing`."""
+        pieces: list[Piece] = []
+        seen, counts = array("i"), array("i")
+        for stop, state in zip(known, states, strict=True):
+            track = state.tracks[0]
+            first = self._passes.first_missing(track, stop)
+            pieces += track.queue.of(first - 1, stop - 1)
+            seen.append(first - 1)
+            counts.append(stop - first)
+        gaps = array("i", [-1 if state.gap is None else state.gap for state in states])
+        first_keys = array("i", [state.tracks[0].first_key for state in states])
+        return BookFeatures(joined(pieces), counts, seen, seen[:], gaps, first_keys)
 
     def _at_once(
         self,
@@ -125,10 +89,30 @@ class HeadLoops:
         call: Call[T],
     ) -> T | None:
         """Let the head do all passes for these requests, the first of them over what is missing; None: it cannot."""
-        return self._fed(
-            [len(row.token_ids_np) for row in rows],
-            states,
-            lambda firsts, first_keys: pack_spans(
+        if self._passes.head.num_depths > 1:
+            return None  # what the first depth gives is queued for the next one
+        begun = time.perf_counter()
+        firsts: list[int] = []
+        first_keys: list[int] = []
+        pieces: list[Piece] = []
+        saved: list[tuple[Track, int, tuple[int, int, list[Piece]]]] = []
+        filled: list[int] = []
+        stops = [len(row.token_ids_np) for row in rows]
+        # What is stored is written down before it is: behind the passes the caches are full of weights, and what is at
+        # hand now would have to be fetched again, at four times the cost.
+        for stop, state in zip(stops, states, strict=True):
+            track = state.tracks[0]
+            queue = track.queue
+            first = self._passes.first_missing(track, stop)
+            firsts.append(first)
+            first_keys.append(track.first_key)
+            pieces += queue.of(first - 1, stop - 1)
+            saved.append((track, track.next, queue.saved()))
+            track.advance(stop)
+            filled.append(state.filled)
+        answer: T | None = None
+        try:
+            batch = pack_spans(
                 firsts,
                 [row.token_ids_np for row in rows],
                 tables,
@@ -139,47 +123,9 @@ class HeadLoops:
                 position_offset=-1,
                 first_keys=first_keys,
                 packer=self._passes.packer,
-            ),
-            call,
-        )
-
-    def _fed(
-        self,
-        stops: Sequence[int],
-        states: Sequence[HeadState],
-        pack: Callable[[list[int], list[int]], StepInput | None],
-        call: Call[T],
-    ) -> T | None:
-        """``stops``: known tokens of each request; ``pack``: makes a batch of them, from some token of each on and with
-        its first key."""
-        if self._passes.head.num_depths > 1:
-            return None  # what the first depth gives is queued for the next one
-        begun = time.perf_counter()
-        firsts: list[int] = []
-        first_keys: list[int] = []
-        pieces: list[Piece] = []
-        saved: list[tuple[Track, int, tuple[int, int, list[Piece]]]] = []
-        filled: list[int] = []
-        size = 0
-        # What is stored is written down before it is: behind the passes the caches are full of weights, and what is at
-        # hand now would have to be fetched again, at four times the cost.
-        for stop, state in zip(stops, states, strict=True):
-            track = state.tracks[0]
-            queue = track.queue
-            first = self._passes.first_missing(track, stop)
-            firsts.append(first)
-            first_keys.append(track.first_key)
-            pieces += queue.of(first - 1, stop - 1)
-            size += stop - first
-            saved.append((track, track.next, queue.saved()))
-            track.advance(stop)
-            filled.append(state.filled)
-        answer: T | None = None
-        try:
-            batch = pack(firsts, first_keys)
-            if batch is not None:
-                last = None if size == len(stops) else last_rows(firsts, stops)
-                answer = call(batch, joined(pieces), last)
+            )
+            last = None if sum(stops) - sum(firsts) == len(stops) else last_rows(firsts, stops)
+            answer = call(batch, joined(pieces), last)
         finally:
             if answer is None:
                 for track, stored, queue_was in saved:

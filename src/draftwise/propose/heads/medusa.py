@@ -141,7 +141,7 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
     def read_columns(self, read: ReadColumns) -> bool:
         if self._told is not None:
             return False
-        self._told = read.rids, read.rows_np[np.cumsum(read.counts_np) - 1].astype(np.int64)
+        self._told = read.rids, read.rows_np[np.cumsum(read.counts) - 1]
         return True
 
     def committed(self, parts: Sequence[Committed]) -> None:
@@ -190,7 +190,7 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
         told, speculation = self._told, columns.speculation
         if (
             told is None
-            or (columns.sampling and columns.is_tree)
+            or (columns.is_tree and not columns.greedy)
             or speculation.dynamic is not None
             or list(told[0]) != columns.rids
             or says_itself(self, MedusaProposer.propose)
@@ -198,16 +198,17 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
         ):
             return None
         # draft d, from 1, stands at position num_tokens - 1 + d
+        facts, budgets = columns.facts, columns.budgets
         cuts = [
             min(depth, self._max_len - known, self._heads.num_heads)
-            for depth, known in zip(columns.max_depths, columns.known, strict=True)
+            for depth, known in zip(facts.max_depths, facts.known, strict=True)
         ]
         if columns.is_tree:
-            if len(set(cuts)) > 1 or len(set(columns.budgets)) > 1:
+            if len(set(cuts)) > 1 or len(set(budgets)) > 1:
                 return None
         else:  # near their ends requests want less
-            cuts = list(map(min, cuts, columns.budgets))
-        depth, budget = max(cuts), columns.budgets[0]
+            cuts = list(map(min, cuts, budgets))
+        depth, budget = max(cuts), budgets[0]
         if min(cuts) < 1:
             return None
         sizes = None if min(cuts) == depth else cuts

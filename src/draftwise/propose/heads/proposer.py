@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from draftwise.graphs.head import GraphedHead
 from draftwise.graphs.seats.drafter import SeatedDrafter, seat_loops
+from draftwise.kernels.cpu.book_drafts import ANY_LENGTH, BookDrafts, BookTree, InBooks
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.chains import (
     ChainKind,
     alike,
     chain_draws,
-    column_draws,
     draw_next,
     kind_of_columns,
     longest_chain,
@@ -27,16 +26,12 @@ from draftwise.propose.chains import (
     one_loop,
 )
 from draftwise.propose.columns import (
-    ANY_LENGTH,
     ColumnDrafter,
-    DraftBlock,
     DraftColumns,
-    block_of,
-    joined_blocks,
     says_itself,
 )
 from draftwise.propose.heads.follower import HeadFollower
-from draftwise.propose.heads.loops import Call, HeadLoops
+from draftwise.propose.heads.loops import HeadLoops
 from draftwise.propose.heads.passes import HeadDraft
 from draftwise.propose.heads.seated import SeatedHead
 from draftwise.propose.heads.steady import SteadyHeads
@@ -45,16 +40,14 @@ from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees, is_tre
 from draftwise.propose.trees.growth import TreeTask
 from draftwise.propose.trees.native import (
     as_proposal,
+    book_tree,
     by_passes,
-    column_trees,
     forest_draws,
     native_draws,
     tree_proposals,
 )
 from draftwise.sampling.draw import DraftSampleMethod
-from draftwise.types import EMPTY_PROPOSAL, DraftedTree, Proposal, StepInput
-
-T = TypeVar("T")
+from draftwise.types import EMPTY_PROPOSAL, Proposal
 
 
 class HeadProposer(HeadFollower, ColumnDrafter):
@@ -67,6 +60,7 @@ class HeadProposer(HeadFollower, ColumnDrafter):
 
     drafts_trees: ClassVar[bool] = True
     drafts_dynamic_trees: ClassVar[bool] = True
+    reads_books: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -89,6 +83,7 @@ class HeadProposer(HeadFollower, ColumnDrafter):
         self._max_num_seqs = max_num_seqs
         self._sample_method = sample_method
         self._scratch: ScratchBlocks  # see `allocate`
+        self._books: BookDrafts  # see `allocate`
         self._most = ANY_LENGTH  # drafts in a row
         self._together: tuple[list[int], list[int]] | None = None
         """The requests of the latest call, if the head did all of it at once, and the stored leading tokens of
@@ -148,73 +143,36 @@ class HeadProposer(HeadFollower, ColumnDrafter):
             for draft in drafts
         ]
 
-    def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
+    def draft_columns(self, columns: DraftColumns) -> InBooks | None:
         if says_itself(self, HeadProposer.propose):
             return None
+        tree: BookTree | None = None
         if columns.is_tree:
-            return self._column_trees(columns)
-        length = columns.chain_length(self._max_len, self._block_size, self._most)
-        if not length:
-            return None
-        draws = column_draws(columns, kind_of_columns(columns, self._sample_method))
-
-        def call(
-            batch: StepInput, features: torch.Tensor, last: list[int] | None
-        ) -> tuple[npt.NDArray[np.int64], torch.Tensor | None] | None:
-            return self._head.draft_chains(batch, features, self._passes.kv, last, length, draws)
-
-        found = self._in_columns(columns, [(slice(0, len(columns.rids)), columns, call)])
+            tree = book_tree(columns, self._sample_method)
+            if tree is None:
+                return None
+        self._together = None
+        begun = time.perf_counter()
+        steady, states = self._steady, None
+        features = None if steady is None else steady.ready(columns.rids)
+        if features is None:
+            states = [state for rid in columns.rids if (state := self._states.get(rid)) is not None]
+            if len(states) != len(columns.rids) or self._head.num_depths > 1:
+                return None
+            features = self._loops.missing(columns.facts.known, states)
+        kind = kind_of_columns(columns, self._sample_method)
+        self._books.ask(columns.places, columns.asked, kind, features, tree)
+        found = self._head.draft_books(self._books, self._passes.kv)
         if found is None:
             return None
-        ((drawn, q),), filled = found
-        q = self._of_target(q)
-        return DraftBlock(drawn.astype(np.int32), None, None if q is None else q.flatten(0, 1), filled)
-
-    def _column_trees(self, columns: DraftColumns) -> DraftBlock | None:
-        wanted = column_trees(columns, self._sample_method, self._max_len, self._block_size, self._most)
-        if wanted is None:
-            return None
-        draws, scratch = wanted
-
-        def of(own: slice) -> Call[Sequence[DraftedTree]]:
-            return lambda batch, features, last: self._head.draft_trees(
-                batch, features, self._passes.kv, last, draws[own]
-            )
-
-        turns = [(own, part, of(own)) for own, part in self._scratch.turns(columns, scratch)]
-        found = self._in_columns(columns, turns)
-        return None if found is None else joined_blocks([block_of(trees) for trees in found[0]], found[1])
-
-    def _in_columns(
-        self, columns: DraftColumns, turns: Sequence[tuple[slice, DraftColumns, Call[T]]]
-    ) -> tuple[list[T], list[int]] | None:
-        """Let the head do all passes for these requests, some of them at a time: what each turn answered, and of all
-        requests the stored leading tokens. None: it cannot."""
-        self._together = None
-        steady = self._steady
-        features = None if steady is None else steady.ready(columns.rids, np.array(columns.known, np.int64))
-        answers: list[T] | None
-        if steady is not None and features is not None:
-            found = steady.drafting()
-            filled = found.filled
-            answers = self._loops.steady(steady, features, turns)
-            if answers is not None:
-                steady.drafted(found)
-        else:
-            states = [state for rid in columns.rids if (state := self._states.get(rid)) is not None]
-            if len(states) != len(columns.rids):
-                return None
-            answers, filled = [], []
-            for own, part, call in turns:
-                answer = self._loops.columns(part, states[own], call)
-                if answer is None:
-                    return None
-                answers.append(answer)
-                filled += self._loops.filled
-            if len(states) >= self.steady_from:
-                self._steady = SteadyHeads.of(columns.rids, states)
-        self.forward_time += self._passes.take_time()
-        return None if answers is None else (answers, filled)
+        if states is not None:
+            for state, known in zip(states, columns.facts.known, strict=True):
+                state.tracks[0].advance(known)
+            self._steady = SteadyHeads.of(columns.rids, states)
+        elif steady is not None:
+            steady.drafted()
+        self.forward_time += time.perf_counter() - begun
+        return found
 
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the head do the whole loop for all rows, if it can."""
@@ -386,3 +344,11 @@ class HeadProposer(HeadFollower, ColumnDrafter):
     def allocate(self, num_blocks: int) -> None:
         self._scratch = self._scratch_blocks(num_blocks)
         self._passes.allocate(num_blocks, self._scratch.count)
+        self._books = BookDrafts(
+            self.name,
+            block_size=self._block_size,
+            max_len=self._max_len,
+            vocab_size=self._vocab_size,
+            scratch=self._scratch.of_books(),
+            most=self._most,
+        )

@@ -100,7 +100,6 @@ class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp):
 
     name: ClassVar[str] = "ngram"
     evident: ClassVar[bool] = True
-    one_length: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -157,14 +156,15 @@ class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp):
         engine, indexes = self._engine, self._indexes
         if not isinstance(engine, NativeNgrams) or columns.is_tree:
             return None
-        wanted = list(map(min, columns.budgets, columns.max_depths))
+        facts = columns.facts
+        wanted = list(map(min, columns.budgets, facts.max_depths))
         asked: list[Any] = []
-        for rid, known in zip(columns.rids, columns.known, strict=True):
+        for rid, known in zip(columns.rids, facts.known, strict=True):
             index = indexes.get(rid)
             if index is None or index.done >= known:
                 index = indexes[rid] = engine.index()
             asked.append(index)
-        tokens, sizes, matches = engine.columns(asked, columns.known, wanted, columns.tokens_at)
+        tokens, sizes, matches = engine.columns(asked, facts.known, wanted, facts.tokens_at)
         return DraftBlock(tokens, sizes), matches
 
     def look_up(self, row: DraftRow) -> tuple[Proposal, int]:

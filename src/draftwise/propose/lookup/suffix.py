@@ -64,7 +64,6 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp):
 
     name: ClassVar[str] = "suffix"
     evident: ClassVar[bool] = True
-    one_length: ClassVar[bool] = False
     drafts_trees: ClassVar[bool] = True
     drafts_dynamic_trees: ClassVar[bool] = True
 
@@ -141,7 +140,7 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp):
             return None
         asked = [request for rid in columns.rids if (request := requests.get(rid)) is not None]
         full = self._global is not None and (
-            self._global.num_tokens + sum(columns.known) > self.max_cached_tokens
+            self._global.num_tokens + sum(columns.facts.known) > self.max_cached_tokens
         )
         if full or len(asked) != len(columns.rids):
             return None

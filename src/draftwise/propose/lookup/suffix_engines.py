@@ -122,16 +122,17 @@ class NativeEngine:
         length of the match behind them."""
         assert not isinstance(global_, PythonSuffixTree)
         count = len(outputs)
-        width = min(max(columns.budgets), MAX_TREE_NODES)
+        facts, budgets = columns.facts, columns.budgets
+        width = max(budgets)
         given = array("q", [local.handle for local in locals_])  # type: ignore[union-attr]
         given.extend(
             [
                 *outputs,
-                *columns.tokens_at,
-                *columns.known,
-                *columns.num_prompt,
-                *columns.budgets,
-                *columns.max_depths,
+                *facts.tokens_at,
+                *facts.known,
+                *facts.num_prompt,
+                *budgets,
+                *facts.max_depths,
             ]
         )
         given.extend([CHAIN] * count)

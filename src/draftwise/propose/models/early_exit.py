@@ -12,7 +12,6 @@ from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import DraftRow, ProposerContext
-from draftwise.propose.columns import DraftColumns
 from draftwise.propose.models.proposer import ModelProposer
 
 
@@ -76,9 +75,6 @@ class EarlyExitProposer(ModelProposer):
         # Everything but the root is in the target's storage, whoever drafted before.
         return row.num_tokens - 1
 
-    def _filled_columns(self, columns: DraftColumns) -> list[int]:
-        return [known - 1 for known in columns.known]
-
     def drafts_stored(self, row: DraftRow) -> int:
         return 0  # verification overwrites them
 
@@ -92,9 +88,6 @@ class EarlyExitProposer(ModelProposer):
 
     def target_scratch_blocks(self) -> int:
         return self._scratch_blocks(0).count
-
-    def allocate(self, num_blocks: int) -> None:
-        self._scratch = self._scratch_blocks(num_blocks)
 
     def use_target_storage(self, storage: KVStorage) -> None:
         self._storage = storage

@@ -152,6 +152,8 @@ class ModelPasses(Proposer, TreeModel):
 
     def allocate(self, num_blocks: int) -> None:
         self._scratch = self._scratch_blocks(num_blocks)
+        if not self.has_storage:
+            return
         total = num_blocks + self._scratch.count
         model = self._model
         self._storage = KVStorage(

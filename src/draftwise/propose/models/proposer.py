@@ -10,14 +10,14 @@ import numpy as np
 
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.seats.drafter import seat_loops
+from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
 from draftwise.models.base import DecoderModel
-from draftwise.models.inputs import RowInput, build_step_input, last_rows, pack_places, pack_spans
+from draftwise.models.inputs import RowInput, build_step_input, pack_spans
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.chains import (
     ChainKind,
     alike,
     chain_draws,
-    column_draws,
     draw_next,
     kind_of_columns,
     longest_chain,
@@ -25,14 +25,7 @@ from draftwise.propose.chains import (
     loop_proposals,
     one_loop,
 )
-from draftwise.propose.columns import (
-    ColumnDrafter,
-    DraftBlock,
-    DraftColumns,
-    block_of,
-    joined_blocks,
-    says_itself,
-)
+from draftwise.propose.columns import ColumnDrafter, DraftColumns, says_itself
 from draftwise.propose.models.loading import load_draft_model
 from draftwise.propose.models.passes import CATCH_UP_ROWS, ModelDraft, ModelPasses
 from draftwise.propose.models.seated import SeatedModel
@@ -40,8 +33,8 @@ from draftwise.propose.trees.expansion import draft_trees, is_tree
 from draftwise.propose.trees.growth import TreeTask
 from draftwise.propose.trees.native import (
     as_proposal,
+    book_tree,
     by_passes,
-    column_trees,
     forest_draws,
     native_draws,
     tree_proposals,
@@ -56,6 +49,7 @@ class ModelProposer(ModelPasses, ColumnDrafter):
 
     drafts_trees: ClassVar[bool] = True
     drafts_dynamic_trees: ClassVar[bool] = True
+    reads_books: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -76,6 +70,7 @@ class ModelProposer(ModelPasses, ColumnDrafter):
         if self._carried is not None:
             self.most_drafts = num_drafts
             self.drafts_trees = self.drafts_dynamic_trees = False  # type: ignore[misc]  # of this one
+        self._books: BookDrafts | None = None  # see `allocate`
         self._drafts: dict[int, ModelDraft] = {}
         # Rows of the present call that one loop drafted for -> tokens with K/V.
         self._looped: dict[int, int] = {}
@@ -133,82 +128,23 @@ class ModelProposer(ModelPasses, ColumnDrafter):
                 logits = self._advance(active)
         return [draft.proposal(self.name, self._sample_method) for draft in drafts]
 
-    def draft_columns(self, columns: DraftColumns) -> DraftBlock | None:
+    def draft_columns(self, columns: DraftColumns) -> InBooks | None:
         if self._carried is not None or says_itself(self, ModelProposer.propose):
             return None
+        assert self._storage is not None and self._books is not None, "allocate comes before propose"
+        tree = None
         if columns.is_tree:
-            return self._column_trees(columns)
-        length = columns.chain_length(self._max_len, self._block_size)
-        found = self._column_spans(columns) if length else None
-        if found is None:
-            return None
+            tree = book_tree(columns, self._sample_method)
+            if tree is None:
+                return None
         begun = time.perf_counter()
-        batch, last = found
-        assert self._storage is not None, "allocate comes before propose"
         kind = kind_of_columns(columns, self._sample_method)
-        chains = self._model.draft_chains(batch, self._storage, last, length, column_draws(columns, kind))
-        if chains is None:
-            return None
-        self.forward_time += time.perf_counter() - begun
-        self._drafts, self._looped = {}, {}
-        drawn, q = chains
-        return DraftBlock(
-            drawn.astype(np.int32),
-            q=None if q is None else q.flatten(0, 1),
-            filled=self._read(columns),
-            stored=length - 1 if self.has_storage else 0,
-        )
-
-    def _column_spans(self, columns: DraftColumns) -> tuple[StepInput, list[int] | None] | None:
-        """`_spans` of requests in columns."""
-        known = columns.known
-        firsts = [
-            min(filled, end - 1) for filled, end in zip(self._filled_columns(columns), known, strict=True)
-        ]
-        total = sum(known) - sum(firsts)
-        if total > CATCH_UP_ROWS:
-            return None
-        batch = pack_places(
-            firsts,
-            known,
-            columns.num_blocks,
-            columns.tokens_at,
-            columns.blocks_at,
-            self._block_size,
-            self._model.inputs_on,
-            packer=self._packer,
-        )
-        if batch is None:
-            return None
-        return batch, None if total == len(known) else last_rows(firsts, known)
-
-    def _column_trees(self, columns: DraftColumns) -> DraftBlock | None:
-        found = column_trees(columns, self._sample_method, self._max_len, self._block_size)
-        if found is None:
-            return None
-        draws, scratch = found
-        drafted: list[DraftBlock] = []
-        for own, part in self._scratch.turns(columns, scratch):
-            spans = self._column_spans(part)
-            if spans is None:
-                return None
-            begun = time.perf_counter()
-            assert self._storage is not None, "allocate comes before propose"
-            trees = self._model.draft_trees(spans[0], self._storage, spans[1], draws[own])
-            if trees is None:
-                return None
+        self._books.ask(columns.places, columns.asked, kind, tree=tree)
+        found = self._model.draft_books(self._books, self._storage)
+        if found is not None:
+            self._drafts, self._looped = {}, {}
             self.forward_time += time.perf_counter() - begun
-            drafted.append(block_of(trees))
-        self._drafts, self._looped = {}, {}
-        return joined_blocks(drafted, self._read(columns))
-
-    def _read(self, columns: DraftColumns) -> Sequence[int] | None:
-        """`DraftBlock.filled` after the model has read all known tokens."""
-        return columns.known if self.has_storage else None
-
-    def _filled_columns(self, columns: DraftColumns) -> list[int]:
-        """`_filled` of requests in columns."""
-        return columns.filled
+        return found
 
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the model do the whole loop for all rows, if it can."""
@@ -380,6 +316,18 @@ class ModelProposer(ModelPasses, ColumnDrafter):
         if [row.rid for row in rows] != list(looped):
             return None
         return list(looped.values()), [self._loop_stored] * len(rows)
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        self._books = BookDrafts(
+            self.name,
+            block_size=self._block_size,
+            max_len=self._max_len,
+            vocab_size=self._model.config.vocab_size,
+            scratch=self._scratch.of_books(),
+            most_rows=CATCH_UP_ROWS,
+            shares=not self.has_storage,
+        )
 
     def _seated_model(self) -> SeatedModel | None:
         """The model's part; None: nothing is captured of it."""

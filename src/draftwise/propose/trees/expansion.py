@@ -6,18 +6,15 @@ nodes are. Dynamic trees: Li et al., *EAGLE-2* (arXiv:2406.16858), section 4. Se
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from draftwise.kernels.cpu.attention import address
+from draftwise.kernels.cpu.book_drafts import Scratch
 from draftwise.names import MAX_FED_NODES
 from draftwise.propose.base import DraftRow
-from draftwise.propose.columns import DraftColumns
 from draftwise.propose.trees.growth import GrowingTree, ScoredTree, StaticTree, TreeLevel, TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draft_candidates, draft_children, draws_from_q
 from draftwise.sampling.logits import LogitsRow
@@ -76,30 +73,9 @@ class ScratchBlocks:
         together, below ``num_requests``."""
         return np.concatenate((block_table_np, self._own_np[member]))
 
-    def tables(self, widths: Sequence[int], places: Sequence[int]) -> tuple[IntArray, list[int]]:
-        """`table` of the requests 0, 1, ... whose ``widths`` blocks lie at ``places``: [R, most], and where each
-        begins."""
-        tables_np = np.empty((len(widths), max(widths) + self.each), np.int32)
-        first, line = address(tables_np), tables_np.strides[0]
-        starts = [first + i * line for i in range(len(widths))]
-        for i, (count, place) in enumerate(zip(widths, places, strict=True)):
-            ctypes.memmove(starts[i], place, count * tables_np.itemsize)
-            tables_np[i, count : count + self.each] = self._own_np[i]
-        return tables_np, starts
-
-    def turns(self, columns: DraftColumns, scratch: bool) -> Iterator[tuple[slice, DraftColumns]]:
-        """Requests that draft together, and which ones of all they are: as many as have scratch blocks, behind their
-        own in their tables; all if none are needed."""
-        count = len(columns.rids)
-        together = self.num_requests if scratch else count
-        for start in range(0, count, together):
-            own = slice(start, min(start + together, count))
-            part = columns.part(own)
-            if scratch:
-                tables_np, places = self.tables(part.num_blocks, part.blocks_at)
-                widths = [blocks + self.each for blocks in part.num_blocks]
-                part = replace(part, num_blocks=widths, blocks_at=places, kept=tables_np)
-            yield own, part
+    def of_books(self) -> Scratch:
+        """The same blocks, for native code."""
+        return Scratch(self.first, self.each, self.num_requests)
 
 
 def draft_trees(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Sequence
-from operator import gt
 from typing import TypeVar
 
+from draftwise.kernels.cpu.book_drafts import ANY_LENGTH, BookTree
 from draftwise.propose.base import DraftRow
 from draftwise.propose.chains import ChainDraft, ChainKind, chain_kind, kind_of_columns
-from draftwise.propose.columns import ANY_LENGTH, DraftColumns
+from draftwise.propose.columns import DraftColumns
 from draftwise.propose.trees.growth import TreeTask
 from draftwise.sampling.draw import DraftSampleMethod, draws_from_q
 from draftwise.sampling.state import SamplingState
@@ -86,42 +87,19 @@ def forest_draws(
     return found, scratch
 
 
-def column_trees(
-    columns: DraftColumns, method: DraftSampleMethod, max_len: int, block_size: int, most: int = ANY_LENGTH
-) -> tuple[list[TreeDraws], bool] | None:
-    """`forest_draws` of requests in columns, which want trees."""
-    depths = columns.depths(max_len, block_size, most)
-    if min(depths) < 1:
-        return None
+def book_tree(columns: DraftColumns, method: DraftSampleMethod) -> BookTree | None:
+    """`forest_draws` of requests in columns, which want trees: what native code is told of all of them."""
     speculation, dynamic = columns.speculation, columns.speculation.dynamic
-    sampled = bool(columns.sampling)
-    if dynamic is None and sampled and draws_from_q(columns.sampling[0], speculation.rule, method):
-        return None
-    kind = kind_of_columns(columns, method)
-    scratch = dynamic is not None
-    # requests that want the same share a record, unless each has a temperature or noise of its own
-    cuts = list(zip(columns.budgets, depths, strict=True))
-    known: dict[tuple[int, int], TreeDraws] = {}
-    for cut in set(cuts):
-        budget, depth = cut
-        if dynamic is not None:
-            known[cut] = _draws(None, kind, None, dynamic.top_k, min(depth, dynamic.depth), budget)
-        else:
-            assert speculation.tree is not None
-            known[cut] = _draws(
-                None, kind, cut_shape(speculation.tree, speculation.tree_ranks, budget, depth)
-            )
-    found = [known[cut] for cut in cuts]
-    if dynamic is None:
-        sizes = {cut: 0 if draws.shape is None else len(draws.shape.parents) for cut, draws in known.items()}
-        ends = [own + sizes[cut] for own, cut in zip(columns.known, cuts, strict=True)]
-        room = [blocks * block_size for blocks in columns.num_blocks]
-        scratch = True in map(gt, ends, room)
-    if sampled:
-        found = [
-            _draws(state, kind, *draws[4:]) for state, draws in zip(columns.sampling, found, strict=True)
-        ]
-    return found, scratch
+    noise: array[float] | None = None
+    if not columns.greedy:
+        if dynamic is None and draws_from_q(columns.first_state, speculation.rule, method):
+            return None
+        if kind_of_columns(columns, method) == "coupled":
+            noise = array("f", [state.temperature for state in columns.states()])
+    if dynamic is not None:
+        return BookTree(top_k=dynamic.top_k, depth=dynamic.depth, noise=noise)
+    assert speculation.tree is not None
+    return BookTree(speculation.tree, speculation.tree_ranks, noise=noise)
 
 
 def by_passes(drafts: Sequence[D], method: DraftSampleMethod) -> list[list[D]]:

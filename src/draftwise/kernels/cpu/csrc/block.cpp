@@ -289,28 +289,33 @@ void draw_trees(BlockPass& pass, Corrector* corrector, const BlockPlan* plan, co
 }
 
 }  // namespace
+
+void block_chains(const Program* store, const Program* program, Pool* pool, const PassInput* context, const PassInput* own,
+                  const BlockPlan* plan, const ChainOutput* out) {
+  BlockPass pass(program, pool, context, own, plan);
+  auto corrector = corrector_of(plan, pool);
+  run_pass(store, pool, context);
+  draw_chains(pass, corrector.get(), pool, plan, out);
+}
+
+void block_trees(const Program* store, const Program* program, Pool* pool, const PassInput* context, const PassInput* own,
+                 const BlockPlan* plan, const TreeOutput* out) {
+  BlockPass pass(program, pool, context, own, plan);
+  auto corrector = corrector_of(plan, pool);
+  run_pass(store, pool, context);
+  draw_trees(pass, corrector.get(), plan, out);
+}
+
 }  // namespace dw
 
-// `context`: rows of features of each request's new tokens, up to the last known one, as a pass of `store`; `own`: results
-// and arena of a pass of `program`.
 DW_EXPORT void dw_block_chains(const dw::Program* store, const dw::Program* program, dw::Pool* pool,
                                const dw::PassInput* context, const dw::PassInput* own, const dw::BlockPlan* plan,
                                const dw::ChainOutput* out) {
-  dw::guarded([&] {
-    dw::BlockPass pass(program, pool, context, own, plan);
-    auto corrector = dw::corrector_of(plan, pool);
-    dw::run_pass(store, pool, context);
-    dw::draw_chains(pass, corrector.get(), pool, plan, out);
-  });
+  dw::guarded([&] { block_chains(store, program, pool, context, own, plan, out); });
 }
 
 DW_EXPORT void dw_block_trees(const dw::Program* store, const dw::Program* program, dw::Pool* pool,
                               const dw::PassInput* context, const dw::PassInput* own, const dw::BlockPlan* plan,
                               const dw::TreeOutput* out) {
-  dw::guarded([&] {
-    dw::BlockPass pass(program, pool, context, own, plan);
-    auto corrector = dw::corrector_of(plan, pool);
-    dw::run_pass(store, pool, context);
-    dw::draw_trees(pass, corrector.get(), plan, out);
-  });
+  dw::guarded([&] { block_trees(store, program, pool, context, own, plan, out); });
 }

@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "corrections.h"
+#include "program.h"
+#include "tree.h"
 
 namespace dw {
 
@@ -24,5 +26,12 @@ struct BlockPlan {
   int64_t dtype;                 // of hidden rows
   const Correction* correction;  // or null
 };
+
+// Drafts behind requests of which `context` is a pass of `store`: rows of features of each request's new tokens, up to the last known
+// one. `own`: results and arena of a pass of `program`.
+void block_chains(const Program* store, const Program* program, Pool*, const PassInput* context, const PassInput* own, const BlockPlan*,
+                  const ChainOutput*);
+void block_trees(const Program* store, const Program* program, Pool*, const PassInput* context, const PassInput* own, const BlockPlan*,
+                 const TreeOutput*);
 
 }  // namespace dw

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "block.h"
+#include "book_drafts.h"
 #include "books.h"
 #include "boundary.h"
 #include "experts.h"
@@ -26,7 +27,7 @@ struct Field {
   int64_t offset, bytes;
 };
 #define DW_FIELD(record, field) {#record "." #field, (int64_t)offsetof(dw::record, field), (int64_t)sizeof(dw::record::field)}
-// Records that Python and native code both write, in the order of their fields.
+// Records that Python and native code both write, or of many fields alike, in the order of these.
 const Field fields[] = {
     DW_FIELD(RequestBook, num_tokens), DW_FIELD(RequestBook, num_computed), DW_FIELD(RequestBook, num_proposed),
     DW_FIELD(RequestBook, max_total), DW_FIELD(RequestBook, tokens), DW_FIELD(RequestBook, stops),
@@ -43,11 +44,20 @@ const Field fields[] = {
     DW_FIELD(RowBook, draw), DW_FIELD(RowBook, q), DW_FIELD(RowBook, method), DW_FIELD(RowBook, fill), DW_FIELD(RowBook, marks),
     DW_FIELD(RowBook, num_prompt), DW_FIELD(RowBook, kind), DW_FIELD(RowBook, drafting_failed), DW_FIELD(RowBook, draws),
     DW_FIELD(RowBook, drafts), DW_FIELD(RowBook, parents), DW_FIELD(RowBook, q_rows),
+    DW_FIELD(BookDrafts, requests), DW_FIELD(BookDrafts, books), DW_FIELD(BookDrafts, budgets),
+    DW_FIELD(BookDrafts, block_size), DW_FIELD(BookDrafts, max_len), DW_FIELD(BookDrafts, most),
+    DW_FIELD(BookDrafts, most_rows), DW_FIELD(BookDrafts, room), DW_FIELD(BookDrafts, head_room),
+    DW_FIELD(BookDrafts, vocab), DW_FIELD(BookDrafts, method), DW_FIELD(BookDrafts, shares), DW_FIELD(BookDrafts, q),
+    DW_FIELD(BookDrafts, feature_rows), DW_FIELD(BookDrafts, counts), DW_FIELD(BookDrafts, seen),
+    DW_FIELD(BookDrafts, last), DW_FIELD(BookDrafts, gaps), DW_FIELD(BookDrafts, first_keys),
+    DW_FIELD(BookDrafts, tree), DW_FIELD(BookDrafts, nodes), DW_FIELD(BookDrafts, top_k), DW_FIELD(BookDrafts, depth),
+    DW_FIELD(BookDrafts, noise), DW_FIELD(BookDrafts, scratch), DW_FIELD(BookDrafts, scratch_each),
+    DW_FIELD(BookDrafts, together), DW_FIELD(BookDrafts, rows), DW_FIELD(BookDrafts, head_rows),
 };
 #undef DW_FIELD
 const Layout layouts[] = {
     {"AttentionCall", sizeof(dw::AttentionCall)}, {"BatchView", sizeof(dw::BatchView)},
-    {"BlockPlan", sizeof(dw::BlockPlan)},         {"Correction", sizeof(dw::Correction)},
+    {"BlockPlan", sizeof(dw::BlockPlan)},         {"BookDrafts", sizeof(dw::BookDrafts)},     {"Correction", sizeof(dw::Correction)},
     {"ChainKey", sizeof(dw::ChainKey)},           {"ChainOutput", sizeof(dw::ChainOutput)},
     {"ExpertsSetting", sizeof(dw::ExpertsSetting)}, {"PassInput", sizeof(dw::PassInput)},
     {"ProgramOp", sizeof(dw::ProgramOp)},         {"FillBook", sizeof(dw::FillBook)},           {"RequestBook", sizeof(dw::RequestBook)},

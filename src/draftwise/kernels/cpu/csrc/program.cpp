@@ -295,20 +295,21 @@ DW_EXPORT void dw_program_run(dw::Program* program, dw::Pool* pool, const dw::Pa
   dw::guarded([&] { run_pass(program, pool, pass); });
 }
 
-void dw::draw_all(Pool* pool, const float* logits, const ChainOutput* out, int64_t requests, int64_t step) {
+void dw::draw_all(Pool* pool, const float* logits, const ChainOutput* out, int64_t requests, int64_t step, const int32_t* going) {
   struct Context {
     const float* logits;
     const dw::ChainOutput* out;
     int64_t step;
-  } context{logits, out, step};
+    const int32_t* going;
+  } context{logits, out, step, going};
   constexpr int64_t SHARED_WORK = 1 << 17;  // logits from which a second thread brings more than it costs
   dw::parallel_for(
       requests * out->vocab < SHARED_WORK ? nullptr : pool, (int)requests,
-      [](void* arg, int request, int) {
+      [](void* arg, int number, int) {
         const Context& c = *(const Context*)arg;
         const dw::ChainOutput* o = c.out;
-        const int64_t place = request * o->steps + c.step;
-        const float* row = c.logits + request * o->vocab;
+        const int64_t request = c.going != nullptr ? c.going[number] : number, place = request * o->steps + c.step;
+        const float* row = c.logits + number * o->vocab;
         int64_t token;
         if (o->stream == dw::NO_NOISE)
           token = dw::sample_kernels().argmax(row, o->vocab);
@@ -320,46 +321,57 @@ void dw::draw_all(Pool* pool, const float* logits, const ChainOutput* out, int64
       &context);
 }
 
-// The first pass is the caller's, with one head row per request; in the others each request has one row. The external
-// buffers of the results must have room for one row per request.
-static void chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* first, const dw::ChainOutput* out) {
-  const size_t requests = (size_t)first->batch.requests;
-  dw::PassInput pass = *first;
+void dw::draft_chains(const Program* program, Pool* pool, const PassInput* first, const ChainOutput* out) {
+  require(out->steps > 0, "a token to draft");
+  const size_t requests = (size_t)first->batch.requests, bytes = out->feature_in >= 0 ? (size_t)out->feature_bytes : 0;
+  PassInput pass = *first;
   std::vector<void*> externals(first->externals, first->externals + program->num_externals);
   std::vector<int64_t> ids(requests), positions(requests), slots(requests);
-  std::vector<char> features(out->feature_in >= 0 ? requests * (size_t)out->feature_bytes : 0);
-  std::vector<int32_t> starts(requests + 1), contexts(requests);
+  std::vector<char> features(requests * bytes);
+  std::vector<int32_t> starts(requests + 1), contexts(requests), first_keys, tables, going(requests);
   std::vector<uint8_t> no_tree(requests);
   for (size_t r = 0; r <= requests; r++) starts[r] = (int32_t)r;
+  for (size_t r = 0; r < requests; r++) going[r] = (int32_t)r;
   const float* logits = (const float*)externals.back();
-  for (int64_t step = 0; step < out->steps; step++) {
+  const BatchView& view = first->batch;
+  for (int64_t step = 0; !going.empty(); step++) {
     const bool narrow = run_pass(program, pool, &pass);
-    dw::draw_all(pool, logits, out, (int64_t)requests, step);
-    for (size_t r = 0; r < requests; r++) {
-      ids[r] = out->tokens[(int64_t)r * out->steps + step];
-      const int64_t key = out->positions[r] + step;
-      positions[r] = key - out->key_offset;
-      contexts[r] = (int32_t)key;
-    }
-    if (step + 1 == out->steps) break;
-    const dw::BatchView& view = first->batch;
-    for (size_t r = 0; r < requests; r++) {
-      int64_t block = view.block_tables[(int64_t)r * view.table_stride + contexts[r] / view.block_size];
-      slots[r] = block * view.block_size + contexts[r] % view.block_size;
-    }
-    if (out->feature_in >= 0) {
-      for (size_t r = 0; r < requests; r++) {
-        const int64_t row = pass.head_index != nullptr && !narrow ? pass.head_index[r] : (int64_t)r;
-        const char* from = (const char*)externals[(size_t)out->feature_out] + row * out->feature_bytes;
-        memcpy(features.data() + r * (size_t)out->feature_bytes, from, (size_t)out->feature_bytes);
+    draw_all(pool, logits, out, (int64_t)going.size(), step, going.data());
+    // Who wants more moves up. Example: of three chains of 2, 1 and 2 tokens the first and the third have rows 0 and 1 of the second pass.
+    size_t left = 0;
+    for (size_t i = 0; i < going.size(); i++) {
+      const size_t r = (size_t)going[i];
+      if (step + 1 >= (out->lengths != nullptr ? out->lengths[r] : out->steps)) continue;
+      const int64_t key = out->positions[r] + step, block = view.block_tables[(int64_t)r * view.table_stride + key / view.block_size];
+      ids[left] = out->tokens[(int64_t)r * out->steps + step];
+      positions[left] = key - out->key_offset;
+      contexts[left] = (int32_t)key;
+      slots[left] = block * view.block_size + key % view.block_size;
+      if (bytes) {
+        const int64_t row = pass.head_index != nullptr && !narrow ? pass.head_index[i] : (int64_t)i;
+        memcpy(features.data() + left * bytes, (const char*)externals[(size_t)out->feature_out] + row * (int64_t)bytes, bytes);
       }
-      externals[(size_t)out->feature_in] = features.data();
+      going[left++] = (int32_t)r;
+    }
+    if (left < going.size()) {
+      going.resize(left);
+      tables.clear();
+      first_keys.clear();
+      for (int32_t r : going) {
+        const int32_t* table = view.block_tables + r * view.table_stride;
+        tables.insert(tables.end(), table, table + view.table_stride);
+        if (view.first_key != nullptr) first_keys.push_back(view.first_key[r]);
+      }
+      pass.batch.block_tables = tables.data();
+      if (view.first_key != nullptr) pass.batch.first_key = first_keys.data();
+      pass.batch.requests = (int32_t)left;
     }
     externals[0] = ids.data();
     externals[1] = positions.data();
     externals[SLOTS] = slots.data();
+    if (bytes) externals[(size_t)out->feature_in] = features.data();
     pass.externals = externals.data();
-    pass.rows = pass.head_rows = (int64_t)requests;
+    pass.rows = pass.head_rows = (int64_t)left;
     pass.head_index = nullptr;
     pass.batch.query_start = starts.data();
     pass.batch.context_len = contexts.data();
@@ -369,7 +381,6 @@ static void chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* fi
   }
 }
 
-DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* first,
-                                 const dw::ChainOutput* out) {
-  dw::guarded([&] { chains(program, pool, first, out); });
+DW_EXPORT void dw_program_chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* first, const dw::ChainOutput* out) {
+  dw::guarded([&] { draft_chains(program, pool, first, out); });
 }

@@ -78,7 +78,7 @@ struct PassInput {
 constexpr int32_t NO_NOISE = -1;
 
 struct ChainOutput {
-  int64_t steps;
+  int64_t steps;              // of the longest chain
   int64_t vocab;
   int64_t* tokens;            // [requests, steps]
   const int64_t* positions;  // [requests] which key the first of them is
@@ -90,6 +90,7 @@ struct ChainOutput {
   int32_t feature_in;         // the external buffer of the rows of features; -1: none
   int32_t feature_out;        // where a pass leaves those of the next one
   int32_t stream;             // NoiseStream or NO_NOISE
+  const int32_t* lengths;     // [requests] tokens of each, at least one; null: `steps` of them. What is behind is not written
 };
 
 struct Program;
@@ -98,7 +99,12 @@ size_t num_externals(const Program*);
 // Whether it was narrowed: results have the head's rows only, in its order.
 bool run_pass(const Program*, Pool*, const PassInput*);
 
-// The token of draft number `step` of every request, from rows of logits [requests, vocab].
-void draw_all(Pool*, const float* logits, const ChainOutput*, int64_t requests, int64_t step);
+// The token of draft number `step` of every request, from rows of logits [requests, vocab]. `going`: whose rows these are; null: of
+// request 0, 1, 2, ...
+void draw_all(Pool*, const float* logits, const ChainOutput*, int64_t requests, int64_t step, const int32_t* going = nullptr);
+
+// Continues each request of a first pass, which has one head row for each; in the others each request has one row. The external
+// buffers of the results must have room for one row per request, and block tables reach as far as tokens are fed.
+void draft_chains(const Program*, Pool*, const PassInput* first, const ChainOutput*);
 
 }  // namespace dw

@@ -155,19 +155,20 @@ DW_EXPORT void dw_step_rows(int64_t requests, RowBook* const* books, int64_t blo
 // the step 0, and to be looked at, if there was no distribution; then nothing of the request has changed but that its drafts are
 // gone. `goes_on` [D]: whether none of the tokens ends the request. `tokens` [D + nodes]: of all, side by side. `moves` [2, nodes]:
 // slots of keys that have to be moved, from and to; how many is returned.
-// `fresh` [requests], `starts` [requests]: known tokens computed, and first row, of each; `read`: rows whose tokens are final now, of
-// all, side by side, and `read_counts` [D] of each; or null.
+// `fresh` [requests], `starts` [requests]: known tokens computed, and first row, of each. `read` [3, room], or null: the rows whose
+// tokens are final now, of all, side by side; which of these are the last of their blocks; these blocks. `counts` [D]: rows of each;
+// `facts` [3]: how many rows, the most of a request, how many blocks.
 // Example: 10 known, nodes 1 and 3 kept of a tree and token 7 behind them: 13 known, 12 computed, keys 10 and 12 go to 10 and 11. The
-// request's rows begin at 5: rows 5, 7 and 9 are read.
+// request's rows begin at 5: rows 5, 7 and 9 are read, of tokens 9, 10 and 11. Of blocks of 4 tokens 11 is the last one, in row 2 of these.
 DW_EXPORT int64_t dw_step_taken(int64_t requests, int64_t decided, RowBook* const* books, const int32_t* at_of, int64_t block_size,
                                 const int32_t* own, const int32_t* methods, int64_t nodes, const int32_t* given, const int32_t* found,
                                 int32_t* columns, int32_t* goes_on, int32_t* tokens, int64_t* moves, const int32_t* fresh,
-                                const int32_t* starts, int32_t* read, int32_t* read_counts) {
+                                const int32_t* starts, int64_t* read, int64_t room, int32_t* counts, int64_t* facts) {
   return dw::guarded([&] {
     const int32_t *kept = found, *last = found + decided, *paths = last + decided, *parents_of = given + nodes;
     int32_t *drafted = columns, *accepted = drafted + requests, *depths = accepted + requests, *method = depths + requests,
             *sizes = method + 2 * requests, *firsts = sizes + requests, *look = firsts + requests;
-    int64_t at = 0, written = 0, moved = 0;
+    int64_t at = 0, written = 0, moved = 0, rows = 0, most = 0, ends = 0;
     for (int64_t d = 0; d < decided; d++) {
       const int64_t r = at_of ? at_of[d] : d;
       dw::require(0 <= r && r < requests, "a request of the step");
@@ -183,7 +184,7 @@ DW_EXPORT int64_t dw_step_taken(int64_t requests, int64_t decided, RowBook* cons
       sizes[r] = accepted[r] = depths[r] = goes_on[d] = 0;
       firsts[r] = (int32_t)written;
       look[r] = 1;
-      if (read_counts) read_counts[d] = 0;
+      if (read) counts[d] = 0;
       if (last[d] < 0) continue;
       look[r] = 0;
       int32_t depth[dw::MOST_DRAFTS], deepest = 0;
@@ -205,9 +206,17 @@ DW_EXPORT int64_t dw_step_taken(int64_t requests, int64_t decided, RowBook* cons
       }
       answer[length] = last[d];
       if (read) {
-        for (int32_t i = 0; i < fresh[r]; i++) *read++ = starts[r] + i;
-        for (int64_t k = 0; k < length; k++) *read++ = starts[r] + fresh[r] + path[k];
-        read_counts[d] = fresh[r] + (int32_t)length;
+        const int64_t count = fresh[r] + length, first = base - fresh[r];
+        dw::require(rows + count <= room && 0 <= first && base + length <= book.num_blocks * block_size, "room for the rows");
+        for (int64_t i = 0; i < fresh[r]; i++) read[rows + i] = starts[r] + i;
+        for (int64_t k = 0; k < length; k++) read[rows + fresh[r] + k] = starts[r] + fresh[r] + path[k];
+        for (int64_t i = block_size - 1 - first % block_size; i < count; i += block_size) {
+          read[room + ends] = rows + i;
+          read[2 * room + ends++] = book.blocks[(first + i) / block_size];
+        }
+        counts[d] = (int32_t)count;
+        rows += count;
+        most = std::max(most, count);
       }
       if (book.fill) {
         if (book.fill->drafts && book.fill->tokens == base) fill_to(book, base + std::min(length, book.fill->drafts), block_size);
@@ -221,6 +230,7 @@ DW_EXPORT int64_t dw_step_taken(int64_t requests, int64_t decided, RowBook* cons
       goes_on[d] = std::find_first_of(answer, answer + length + 1, book.stops, book.stops + book.num_stops) == answer + length + 1;
       written += length + 1;
     }
+    if (read) facts[0] = rows, facts[1] = most, facts[2] = ends;
     return moved;
   });
 }
@@ -270,70 +280,65 @@ DW_EXPORT int64_t dw_place_drafts(int64_t requests, RowBook* const* books, int64
   });
 }
 
-// What drafters want to know, side by side: `columns` [8, requests] kind, known tokens, of these the prompt's, deepest node, tokens that
-// the drafter has stored, blocks, where tokens and blocks lie. Kinds: a chain or tree that is drawn like those of one number; 0:
-// something else; -1: nothing, since its drafter failed, or no token may follow its drafts.
+// What drafters want to know, side by side: `columns` [5, requests] kind, known tokens, of these the prompt's, deepest node, where tokens
+// lie. Kinds: a chain or tree that is drawn like those of one number; 0: something else; -1: nothing, since its drafter failed, or no
+// token may follow its drafts.
 DW_EXPORT void dw_draft_columns(int64_t requests, RowBook* const* books, int64_t* columns) {
   dw::guarded([&] {
     for (int64_t r = 0; r < requests; r++) {
       const RowBook& book = *books[r];
       const bool ends = book.drafting_failed || book.max_total - book.num_tokens < 2;
-      const int64_t found[] = {ends ? -1 : book.kind,
-                               book.num_tokens,
-                               book.num_prompt,
-                               book.max_total - book.num_tokens - 1,
-                               book.fill ? book.fill->tokens : 0,
-                               book.num_blocks,
-                               (int64_t)(uintptr_t)book.tokens,
-                               (int64_t)(uintptr_t)book.blocks};
-      for (int64_t i = 0; i < 8; i++) columns[i * requests + r] = found[i];
+      const int64_t found[] = {ends ? -1 : book.kind, book.num_tokens, book.num_prompt, book.max_total - book.num_tokens - 1,
+                               (int64_t)(uintptr_t)book.tokens};
+      for (int64_t i = 0; i < 5; i++) columns[i * requests + r] = found[i];
     }
   });
 }
 
-// Write down chains, or trees, that were drafted together. `tokens` [requests, width]; `parents` [requests, width], or null: chains;
-// `columns` [3, requests]: tokens of each; the most it may
-// have; tokens that the drafter has stored, -1: as before. `stored`: drafts stored behind them. `q`: of the first token of the first
-// request, a row for each token, or null. Answers -1, or the first request about which something cannot be: nothing was written.
+int64_t dw::place_drafts(int64_t requests, RowBook* const* books, int64_t block_size, const PlacedDrafts& drafts) {
+  const int64_t width = drafts.width;
+  const int32_t *tokens = drafts.tokens, *parents = drafts.parents, *filled = drafts.filled;
+  for (int64_t r = 0; r < requests; r++) {
+    const RowBook& book = *books[r];
+    const int64_t n = drafts.sizes[r], deepest = book.max_total - book.num_tokens - 1;
+    if (n < 0 || n > std::min<int64_t>({width, drafts.most[r], MOST_DRAFTS})) return r;
+    int32_t depth[MOST_DRAFTS];
+    for (int64_t i = 0; i < n; i++) {
+      if (tokens[r * width + i] < 0 || tokens[r * width + i] >= drafts.vocab) return r;
+      const int64_t above = parents ? parents[r * width + i] : i - 1;
+      if (above < -1 || above >= i) return r;
+      depth[i] = above < 0 ? 1 : depth[above] + 1;
+      if (depth[i] > deepest) return r;
+    }
+    if (filled[r] >= 0 && (!book.fill || filled[r] > book.num_tokens || book.num_tokens > book.num_blocks * block_size)) return r;
+  }
+  for (int64_t r = 0; r < requests; r++) {
+    RowBook& book = *books[r];
+    const int64_t n = drafts.sizes[r];
+    if (filled[r] >= 0) {
+      fill_to(book, filled[r], block_size);
+      book.fill->drafts = drafts.keeps ? std::max<int64_t>(n - 1, 0) : 0;
+    }
+    book.waiting = n;
+    book.placed = 2;
+    book.draw = drafts.q ? dw::INDEPENDENT : dw::FIXED;
+    book.method = drafts.method;
+    book.q = drafts.q;
+    for (int64_t i = 0; i < n; i++) {
+      book.drafts[i] = tokens[r * width + i];
+      book.parents[i] = parents ? parents[r * width + i] : (int32_t)i - 1;
+      book.q_rows[i] = (int32_t)(r * width + i);
+    }
+  }
+  return -1;
+}
+
+// `place_drafts` of what Python has. `columns` [3, requests]: tokens of each; the most it may have; tokens that the drafter has stored.
 DW_EXPORT int64_t dw_place_chains(int64_t requests, RowBook* const* books, int64_t block_size, int64_t width, const int32_t* tokens,
-                                  const int32_t* parents, const int32_t* columns, int64_t stored, int64_t vocab, const float* q, int64_t method) {
+                                  const int32_t* parents, const int32_t* columns, int64_t vocab, const float* q, int64_t method) {
   return dw::guarded([&]() -> int64_t {
-    const int32_t *sizes = columns, *most = sizes + requests, *filled = most + requests;
-    for (int64_t r = 0; r < requests; r++) {
-      const RowBook& book = *books[r];
-      const int64_t n = sizes[r], deepest = book.max_total - book.num_tokens - 1;
-      if (n < 0 || n > std::min<int64_t>({width, most[r], dw::MOST_DRAFTS})) return r;
-      int32_t depth[dw::MOST_DRAFTS];
-      for (int64_t i = 0; i < n; i++) {
-        if (tokens[r * width + i] < 0 || tokens[r * width + i] >= vocab) return r;
-        const int64_t above = parents ? parents[r * width + i] : i - 1;
-        if (above < -1 || above >= i) return r;
-        depth[i] = above < 0 ? 1 : depth[above] + 1;
-        if (depth[i] > deepest) return r;
-      }
-      if (filled[r] < 0) continue;
-      if (!book.fill || filled[r] > book.num_tokens || book.num_tokens > book.num_blocks * block_size || stored < 0 || stored > n)
-        return r;
-    }
-    for (int64_t r = 0; r < requests; r++) {
-      RowBook& book = *books[r];
-      const int64_t n = sizes[r];
-      if (filled[r] >= 0) {
-        fill_to(book, filled[r], block_size);
-        book.fill->drafts = stored;
-      }
-      book.waiting = n;
-      book.placed = 2;
-      book.draw = q ? dw::INDEPENDENT : dw::FIXED;
-      book.method = method;
-      book.q = q;
-      for (int64_t i = 0; i < n; i++) {
-        book.drafts[i] = tokens[r * width + i];
-        book.parents[i] = parents ? parents[r * width + i] : (int32_t)i - 1;
-        book.q_rows[i] = (int32_t)(r * width + i);
-      }
-    }
-    return -1;
+    const dw::PlacedDrafts drafts{width, tokens, parents, columns, columns + requests, columns + 2 * requests, false, vocab, q, method};
+    return dw::place_drafts(requests, books, block_size, drafts);
   });
 }
 
@@ -348,5 +353,18 @@ DW_EXPORT void dw_move_slots(uint8_t* pool, int64_t layers, int64_t layer_bytes,
       for (int64_t i = 0; i < moves; i++)
         if (from[i] != to[i])
           std::copy(pool + from[i] * slot_bytes, pool + (from[i] + 1) * slot_bytes, pool + to[i] * slot_bytes);
+  });
+}
+
+// Copy rows of `bytes`: number from[i] of `source` becomes number to[i] of `target`; there are so many of each, so many bytes apart.
+DW_EXPORT void dw_copy_rows(uint8_t* target, int64_t target_rows, int64_t target_bytes, const uint8_t* source, int64_t source_rows,
+                            int64_t source_bytes, int64_t bytes, int64_t count, const int64_t* from, const int64_t* to) {
+  dw::guarded([&] {
+    for (int64_t i = 0; i < count; i++)
+      dw::require(0 <= from[i] && from[i] < source_rows && 0 <= to[i] && to[i] < target_rows, "rows that are there");
+    for (int64_t i = 0; i < count; i++) {
+      const uint8_t* row = source + from[i] * source_bytes;
+      std::copy(row, row + bytes, target + to[i] * target_bytes);
+    }
   });
 }

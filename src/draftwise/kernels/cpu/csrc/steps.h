@@ -40,4 +40,21 @@ struct RowBook {
   int32_t drafts[MOST_DRAFTS], parents[MOST_DRAFTS], q_rows[MOST_DRAFTS];
 };
 
+// Chains, or trees, that were drafted together. `tokens`, `parents` [requests, width]; parents null: chains. `q`: what the first token
+// of the first request was drawn from, a row of `vocab` for each token; null: point masses.
+struct PlacedDrafts {
+  int64_t width;
+  const int32_t *tokens, *parents;
+  const int32_t* sizes;   // [requests] tokens of each
+  const int32_t* most;    // [requests] how many it may have
+  const int32_t* filled;  // [requests] leading tokens that the drafter has stored now; -1: as before
+  bool keeps;             // whether it has stored a chain's drafts, too, but the last one
+  int64_t vocab;
+  const float* q;
+  int64_t method;         // number of the method's name
+};
+
+// Writes them into the books. Answers -1, or the first request about which something cannot be: nothing was written.
+int64_t place_drafts(int64_t requests, RowBook* const* books, int64_t block_size, const PlacedDrafts&);
+
 }  // namespace dw

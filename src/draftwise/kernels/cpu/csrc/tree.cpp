@@ -202,9 +202,7 @@ static int64_t blocks_of(int64_t keys, int64_t block_size) { return (keys + bloc
 // External buffers 0, 1, 2 are token ids, positions and slots.
 constexpr size_t IDS = 0, POSITIONS = 1, SLOTS = 2;
 
-// The first pass is the caller's, with one head row per request; in the others the requests have the rows of a level of
-// their trees. Block tables reach as far as nodes are fed.
-static void trees(dw::Program* program, dw::Pool* pool, const dw::PassInput* first, const dw::TreeOutput* out) {
+void dw::draft_trees(const Program* program, Pool* pool, const PassInput* first, const TreeOutput* out) {
   const dw::BatchView& view = first->batch;
   const int requests = view.requests;
   dw::PassInput pass = *first;
@@ -299,5 +297,5 @@ static void trees(dw::Program* program, dw::Pool* pool, const dw::PassInput* fir
 
 DW_EXPORT void dw_program_trees(dw::Program* program, dw::Pool* pool, const dw::PassInput* first,
                                 const dw::TreeOutput* out) {
-  dw::guarded([&] { trees(program, pool, first, out); });
+  dw::guarded([&] { draft_trees(program, pool, first, out); });
 }

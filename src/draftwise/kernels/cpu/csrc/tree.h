@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "program.h"
 
 namespace dw {
 
@@ -37,6 +38,10 @@ struct TreeOutput {
   int32_t feature_in;         // the external buffer of the rows of features; -1: none
   int32_t feature_out;        // where a pass leaves those of the next one
 };
+
+// Drafts a tree below each request of a first pass, which has one head row for each; in the others the requests have the rows of a
+// level of their trees. Block tables reach as far as nodes are fed.
+void draft_trees(const Program*, Pool*, const PassInput* first, const TreeOutput*);
 
 struct Candidate {
   int32_t token;
