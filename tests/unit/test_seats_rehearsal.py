@@ -50,7 +50,7 @@ KINDS: list[dict[str, Any]] = [
 CASES = [
     *(
         (method, "chain", "")
-        for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit")
+        for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit", "hybrid")
     ),
     *((method, "static", "coupled") for method in ("draft_model", "eagle3", "mtp", "medusa")),
     *((method, "static", "rejection") for method in ("draft_model", "eagle3", "medusa")),

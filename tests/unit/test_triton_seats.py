@@ -100,7 +100,9 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
             seats, batch = loop_seats(DEVICE, steps, tree), first.batch
             head = drafter == "head"
             shape = SHAPES[0 if tree is None else 1 + (tree == "own")]
-            loop = LoopRows(number, seats, batch, kind, 24, SPARE, head, shape, ends if head else None, 77)
+            loop = LoopRows(
+                number, seats, batch, kind, 24, SPARE, head, shape, ends if head else None, 77, number
+            )
             form.advance(memory, SEATS, loop)
             form.finish(memory, SEATS, loop)
             static = rows.static_of(batch)
@@ -152,7 +154,7 @@ def test_verification(names: tuple[str, ...], drafts: str) -> None:
             if with_q:
                 memory.open_source(1, DRAFTS).copy_(q)
                 verification.open_source(1, memory.q[1])
-                memory.told[::2, SOURCE] = 1
+                memory.state[::2, SOURCE] = 1
             target = pass_rows(DRAFTS + 1, DEVICE)
             step = Deciding(SEATS, DRAFTS + 1, names, RATES, trees)
             if fused:

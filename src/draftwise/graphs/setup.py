@@ -53,6 +53,7 @@ def tree_plan(config: SpeculativeConfig) -> TreePlan | None:
 @dataclass(frozen=True, slots=True)
 class GraphSetup:
     """``sizes``: rows of passes to capture, see `graphs.sizes`; None: a choice. ``largest``: no pass has more.
+    ``unseen``: most drafts of a step that a drafter may not have made itself, and reads when they are accepted.
     ``planned``: what `target`, `draft_model` and `head` were asked for, by name: it is captured when storage is there.
     """
 
@@ -64,6 +65,7 @@ class GraphSetup:
     sizes: tuple[int, ...] | None = None
     largest: int | None = None
     mode: GraphMode = "full_and_piecewise"
+    unseen: int = 0
     planned: dict[str, Captures] = field(default_factory=dict)
 
     def target(self, model: DecoderModel, widths: Sequence[int]) -> DecoderModel:
@@ -84,7 +86,7 @@ class GraphSetup:
         seen all but the root."""
         if not capturable(model):
             return model
-        rows = 2 if tree is None else 1 + tree.levels
+        rows = 1 + max(1 if tree is None else tree.levels, self.unseen)
         captures = self._loops(1 if shares else rows, steps, tree)
         if not shares:
             captures = replace(captures, pieces=self._pieces())
@@ -95,7 +97,7 @@ class GraphSetup:
         """A draft head likewise. It has not seen the tokens of the last step: the accepted ones, and the root."""
         if not head.capturable:
             return head
-        rows = 1 + (steps if tree is None else tree.levels)
+        rows = 1 + max(steps if tree is None else tree.levels, self.unseen)
         captures = self._loops(rows, steps, tree)
         if head.num_depths > 1 or head.mask_token is not None:
             captures = Captures(())  # drafts in one pass, or with another layer each time

@@ -118,7 +118,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     first = [nothing] * 13
     ends = nothing
     table_stride = num_pages = draws = rows = levels = number = max_len = spare_slot = spare_block = 0
-    drafter = kind = 0
+    source = drafter = kind = 0
     if loop is not None:
         seats, batch = loop.seats, loop.batch
         static = static_of(batch)
@@ -140,12 +140,8 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         table_stride, num_pages = static.tables.stride(0), static.tables.shape[1]
         draws, rows, levels = seats.noise.shape[1], static.rows, len(seats.reach) - 1
         assert seats.noise.is_contiguous()
-        number, max_len, spare_slot, spare_block = (
-            loop.number,
-            loop.max_len,
-            loop.spare_slot,
-            loop.spare_block,
-        )
+        number, max_len, spare_slot = loop.number, loop.max_len, loop.spare_slot
+        spare_block, source = loop.spare_block, loop.source
         drafter, kind = 1 + loop.head, _KINDS[loop.kind]
         ends = nothing if loop.ends is None else loop.ends
     device.advance_rows[(count,)](
@@ -168,6 +164,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         max_len,
         spare_slot,
         spare_block,
+        source,
         DRAFTER=drafter,
         TREE=0 if loop is None else SHAPES.index(loop.shape),
         KIND=kind,

@@ -31,6 +31,7 @@ from draftwise.graphs.seats.memory import (
     ROOT,
     SAMPLE,
     SEED,
+    SOURCE,
     STORED,
     TOLD,
     VERIFIED,
@@ -54,7 +55,7 @@ class LoopRows(NamedTuple):
     known tokens. ``shape``: see `SHAPES`; of a tree no draft stays stored, so that it has read none of those that a
     step commits. ``ends``
     [R * rows] int64, of heads, written: the block of which a row of the target's pass is the last token;
-    ``spare_block`` of rows that are none.
+    ``spare_block`` of rows that are none. ``source``: of its drafts, see `memory.SOURCE`.
     """
 
     number: int
@@ -67,6 +68,7 @@ class LoopRows(NamedTuple):
     shape: DraftShape = "chain"
     ends: Tensor | None = None
     spare_block: int = 0
+    source: int = 0
 
 
 def begin(memory: SeatMemory, batch: StepInput, spare_slot: int) -> None:
@@ -165,6 +167,8 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     chain = loop is None or loop.shape == "chain"
     stored = (wanted - 1).clamp(min=0) if chain else torch.zeros_like(wanted)
     state[:, STORED].copy_(torch.where(live, stored, state[:, STORED]))
+    source = 0 if loop is None else loop.source
+    state[:, SOURCE].copy_(torch.where(live, source, state[:, SOURCE]))
     answer = memory.answer[:count]
     told_back = torch.stack((live.long(), now[:, 1], accepted, after, wanted, fed), dim=1)
     told_back = torch.cat((told_back, tokens), dim=1)

@@ -57,7 +57,7 @@ class _Numbers:
 
 
 class _Step:
-    """The seats of a step: ``state`` [R, 16 + K], ``nodes`` [R] and ``drafts`` [R, N - 1] that are verified, and
+    """The seats of a step: ``state`` [R, 17 + K], ``nodes`` [R] and ``drafts`` [R, N - 1] that are verified, and
     ``numbers`` of its draws."""
 
     def __init__(self, memory: SeatMemory, step: Deciding) -> None:
@@ -65,7 +65,7 @@ class _Step:
         self.state = memory.state[:count]
         self.nodes = memory.now[:count, 1]
         self.drafts = memory.waiting_drafts[:count, : step.rows - 1]
-        self.sources = memory.told[:count, SOURCE]
+        self.sources = self.state[:, SOURCE]
         forms = memory.forms_of(count)[..., : step.rows]
         self.depths, self.parents = forms[:, 0], forms[:, 2, 1:]  # of rows [R, N], and drafts [R, N - 1]
         self.branched, self.q_rows = memory.branched(count), forms[:, 4, 1:]  # [R], [R, N - 1]

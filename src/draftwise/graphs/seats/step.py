@@ -118,7 +118,7 @@ class SeatedSteps:
     # -------------------------------------------------------------------------------------------- host side
 
     def told(self) -> npt.NDArray[np.int64]:
-        """[S, 6 + 2 P] for the coming step, to be filled in whole: see `memory`."""
+        """[S, 5 + 2 P] for the coming step, to be filled in whole: see `memory`."""
         told: npt.NDArray[np.int64] = self._told[self._turn].numpy().reshape(self.memory.seats, -1)
         return told
 
@@ -295,6 +295,7 @@ class SeatedSteps:
             "chain" if not isinstance(loop, TreeLoop) else "dynamic" if loop.plan.shape is None else "static",
             ends,
             0 if kept is None else kept.shape[0] - 1,
+            seated.source if loop.kind == "draft" else 0,
         )
 
     def _advance(self, target: PassSeats, seated: SeatedLoop) -> None:

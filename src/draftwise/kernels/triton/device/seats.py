@@ -77,8 +77,8 @@ def begin_rows(
     live = known < tl.load(said)
     i = tl.arange(0, FRESH_PAD)
     new = i < tl.where(live, FRESH, 0)
-    fresh = tl.load(said + 6 + i, mask=new, other=0)
-    block = tl.load(said + 6 + FRESH + i, mask=new, other=0).to(tl.int32)
+    fresh = tl.load(said + 5 + i, mask=new, other=0)
+    block = tl.load(said + 5 + FRESH + i, mask=new, other=0).to(tl.int32)
     tl.store(table + s * table_stride + fresh, block, mask=new)
     tl.debug_barrier()  # the table is read by every thread
     nodes = tl.where(live, tl.minimum(tl.minimum(tl.load(said + 1), tl.load(own + 2)), rows - 1), 0)
@@ -88,7 +88,7 @@ def begin_rows(
     inside = j < rows
     real = j < tl.where(live, nodes + 1, 0)
     # the root, then drafts
-    token = tl.load(own + tl.where(j == 0, 1, 15 + j), mask=real, other=0)
+    token = tl.load(own + tl.where(j == 0, 1, 16 + j), mask=real, other=0)
     key = known - 1 + j
     at = s * rows + j
     number = tl.load(said + 3)
@@ -112,11 +112,11 @@ def begin_rows(
     tl.store(out + 2, tl.load(own + 5))
     tl.store(out + 3, tl.load(own + 6))
     tl.store(out + 4, known)
-    source = sources + 3 * tl.load(said + 4)
+    source = sources + 3 * tl.load(own + 16)
     base = tl.load(source)
     tl.store(out + 5, tl.where(base != 0, tree, 0))  # children of a tree are drawn without replacement
     drafted = j < drafts
-    tl.store(out + 6 + j, tl.load(own + 16 + j, mask=drafted, other=0), mask=drafted)
+    tl.store(out + 6 + j, tl.load(own + 17 + j, mask=drafted, other=0), mask=drafted)
     tl.store(out + 6 + drafts + j, tl.load(form + 2 * drafts + 3 + j, mask=drafted, other=0), mask=drafted)
     q_row = tl.load(form + 4 * (drafts + 1) + 1 + j, mask=drafted, other=0)
     q_at = tl.where(base != 0, base + s * tl.load(source + 1) + q_row * tl.load(source + 2), 0)
@@ -137,6 +137,7 @@ def begin_rows(
         "max_len",
         "spare_slot",
         "spare_block",
+        "source",
     ],
     do_not_specialize_on_alignment=[
         "state",
@@ -192,6 +193,7 @@ def advance_rows(
     max_len,
     spare_slot,
     spare_block,
+    source,
     DRAFTER: tl.constexpr,
     TREE: tl.constexpr,
     KIND: tl.constexpr,
@@ -299,6 +301,7 @@ def advance_rows(
         tl.store(own + 2, wanted)
         tl.store(own + 3, fed)
         tl.store(own + 4, tl.maximum(wanted - 1, 0) if TREE == 0 else wanted * 0)
+        tl.store(own + 16, source)
 
 
 @triton.jit(
@@ -338,7 +341,7 @@ def keep_drafts(
     mine = (tl.load(told + s * told_stride + 3) == number) & (tl.load(now + 2 * s) != 0)
     own = j < tl.where(mine, steps, 0)
     token = tl.load(drafted + s * drafted_stride + j, mask=own, other=0)
-    tl.store(state + s * state_stride + 16 + j, token, mask=own)
+    tl.store(state + s * state_stride + 17 + j, token, mask=own)
     told_back = answer + s * answer_stride + 7 + drafts
     tl.store(told_back + j, token, mask=own)
     if DYNAMIC:
