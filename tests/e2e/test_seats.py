@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftwise import LLM, AsyncLLM, SamplingParams
+from draftwise import LLM, AsyncLLM, RequestOutput, SamplingParams
 from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.runner.seating import Seating
@@ -51,6 +51,7 @@ class Engines:
         (hybrid,) = (s for s in self.chosen if s["method"] == "hybrid")
         # a suffix look-up is another one on the device
         hybrid |= {"hybrid_lookup": "ngram", "hybrid_min_match": 2}
+        hybrid |= {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
         if shape:
             self.chosen = [
                 {k: v for k, v in s.items() if k != "num_speculative_tokens"} | shape
@@ -222,20 +223,39 @@ def test_trees_stay_on_the_device(request: pytest.FixtureRequest, shape: str, me
 
 @pytest.mark.parametrize(
     ("inner", "rule"),
-    [("eagle3", "coupled"), ("eagle3", "rejection"), ("medusa", "rejection"), ("early_exit", "block")],
+    [("eagle3", "coupled"), ("p-eagle", "rejection"), ("medusa", "rejection"), ("early_exit", "block")],
 )
 def test_hybrids_of_all_drafters_stay_on_the_device(engines: Engines, inner: str, rule: str) -> None:
-    """What is looked up goes before what is drafted, as in the engine that waits, and nobody ever waits."""
-    (drafter,) = (entry for entry in engines.families["methods"] if entry["method"] == inner)
+    """What is looked up goes before what is drafted, as in the engine that waits."""
+    family = engines.families["other forms" if inner == "p-eagle" else "methods"]
+    inner = "eagle3" if inner == "p-eagle" else inner
+    (drafter,) = (entry for entry in family if entry["method"] == inner)
     (hybrid,) = (entry for entry in engines.chosen if entry["method"] == "hybrid")
+    found = _stay(engines, hybrid | {"hybrid_drafter": drafter}, rule)
+    used = Counter(name for o in found for name in o.metrics.speculation.steps_by_method)
+    assert used["ngram"] > 2 and used[inner] > 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_drafts_in_one_pass_stay_on_the_device(engines: Engines, method: str, rule: str) -> None:
+    """PARD and P-EAGLE."""
+    (entry,) = (entry for entry in engines.families["other forms"] if entry["method"] == method)
+    found = _stay(engines, entry, rule)
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 2
+
+
+def _stay(engines: Engines, entry: dict[str, Any], rule: str) -> list[RequestOutput]:
+    """The text of the engine that waits, by the same drafts of this drafter; and nobody ever waits."""
     options: dict[str, Any] = {
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 96,
         "num_kv_blocks": 192,
-        "speculative_config": hybrid | {"hybrid_drafter": drafter},
+        "speculative_config": entry,
+        "keep_trace": True,
     }
-    params = params_of(rule, "hybrid", max_tokens=24)
+    params = params_of(rule, entry["method"], max_tokens=24)
     with engines.make(**options) as waiting:
         wanted = waiting.generate(engines.prompts, params)
     with engines.make(async_scheduling=True, **options) as llm:
@@ -244,10 +264,10 @@ def test_hybrids_of_all_drafters_stay_on_the_device(engines: Engines, inner: str
         assert token_ids(found) == token_ids(wanted)
         assert seats(llm).num_entered == len(params) and not any(ordinary)
         assert [o.metrics.speculation for o in found] == [o.metrics.speculation for o in wanted]
-        used = Counter(name for o in found for name in o.metrics.speculation.steps_by_method)
-        assert used["ngram"] > 2 and used[inner] > 2
+        assert [o.outputs[0].trace for o in found] == [o.outputs[0].trace for o in wanted]
         assert not llm.stats().drafter_failures
         llm.check_integrity()
+        return found
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "early_exit"])
@@ -534,26 +554,36 @@ def test_who_leaves_a_seat_goes_on_as_it_stood(
     assert found[0].num_entered > 12
 
 
+LEAVING = [
+    ("draft_model", "coupled"),
+    ("eagle3", "coupled"),
+    ("draft_model", "rejection"),
+    ("medusa", "block"),
+]
+
+
 @pytest.mark.parametrize(
-    ("method", "rule"),
-    [("draft_model", "coupled"), ("eagle3", "coupled"), ("draft_model", "rejection"), ("medusa", "block")],
+    ("family", "method", "rule"),
+    [*(("forests", *case) for case in LEAVING), ("engines", "hybrid", "coupled")],
 )
-def test_who_leaves_a_seat_takes_its_tree_along(
-    forests: Engines, method: str, rule: str, monkeypatch: pytest.MonkeyPatch
+def test_who_leaves_a_seat_takes_its_drafts_along(
+    request: pytest.FixtureRequest, family: str, method: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits is verified in an ordinary step, and drafted on from there: all is accepted that would have been."""
+    forests: Engines = request.getfixturevalue(family)
     sent_away_at_times(monkeypatch)
     options: dict[str, Any] = {
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 96,
+        "keep_trace": True,
     }
     params = params_of(rule, method, max_tokens=24)
     found = []
     for ahead in (False, True):
         with forests.make(async_scheduling=ahead, **options) as llm:
             done = llm.generate(forests.prompts, params)
-            found.append([(o.outputs[0].token_ids, o.metrics.speculation.num_accepted_tokens) for o in done])
+            found.append([(o.outputs[0].token_ids, o.outputs[0].trace) for o in done])
             assert not ahead or seats(llm).num_entered > 12
             llm.check_integrity()
     assert found[0] == found[1]

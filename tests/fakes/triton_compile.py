@@ -244,10 +244,21 @@ def seat_steps() -> None:
         PAGE=16,
         BLOCK=8,
     )
-    for drafter, kind, tree in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (1, 0, 1), (2, 2, 1), (1, 1, 1), (2, 2, 2)):
+    shapes = (
+        (0, 0, 0),
+        (1, 1, 0),
+        (2, 2, 0),
+        (1, 0, 1),
+        (2, 2, 1),
+        (1, 1, 1),
+        (2, 2, 2),
+        (1, 1, 3),
+        (2, 2, 3),
+    )
+    for drafter, kind, tree in shapes:
         build(
             seats.advance_rows,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 8} {'i32 ' * 12}",
+            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 8} {'i32 ' * 13}",
             DRAFTER=drafter,
             TREE=tree,
             KIND=kind,

@@ -68,17 +68,20 @@ def test_rows_of_the_targets_pass(width: int, tree: TreeShape | Literal["own"] |
 
 
 @pytest.mark.parametrize("kind", ["argmax", "draft", "shared"])
-@pytest.mark.parametrize("drafter", ["none", "model", "head", "without storage", "tree", "own tree"])
+@pytest.mark.parametrize(
+    "drafter", ["none", "model", "head", "without storage", "tree", "own tree", "masks", "masks of a head"]
+)
 @torch.inference_mode()
 def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) -> None:
     """Two loops, of which the second drafts less; each concerns its own seats alone. ``tree``, ``own tree``: a model's,
-    which has stored nothing of its drafts."""
+    which has stored nothing of its drafts, as over ``masks``."""
     made = []
     for form in (rows, kernels):
         tree: TreeShape | Literal["own"] | None
         tree = TREE if drafter == "tree" else "own" if drafter == "own tree" else None
         memory = random_memory(2, DEVICE, loops=0 if drafter == "none" else 2, tree=tree)
-        if tree is not None:
+        masked = "masks" in drafter
+        if tree is not None or masked:
             memory.state[:, STORED] = 0
         target = pass_rows(DRAFTS + 1, DEVICE)
         rows.begin(memory, target.batch, SPARE)
@@ -95,11 +98,11 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
         for number in (1, 2):
             steps = DRAFTS + 1 - number
             widths = {"model": 2, "head": steps + 1, "without storage": 1, "tree": 4, "own tree": 4}
-            first = pass_rows(widths[drafter], DEVICE)
+            first = pass_rows(2 * DRAFTS if masked else widths[drafter], DEVICE)
             ends = torch.zeros(first.shape.size, dtype=torch.int64, device=DEVICE)
             seats, batch = loop_seats(DEVICE, steps, tree), first.batch
-            head = drafter == "head"
-            shape = SHAPES[0 if tree is None else 1 + (tree == "own")]
+            head = "head" in drafter
+            shape = SHAPES[3 if masked else 0 if tree is None else 1 + (tree == "own")]
             loop = LoopRows(
                 number, seats, batch, kind, 24, SPARE, head, shape, ends if head else None, 77, number
             )

@@ -16,13 +16,14 @@ from draftwise.graphs.trees import TreeLoop
 class Captures:
     """``passes``, and loops of ``steps`` drafts (0: none), or of the tree ``tree``, for the requests of ``loops``,
     whose first pass has as many rows as there; ``pieces``: numbers of rows of passes without attention, see
-    `graphs.pieces`."""
+    `graphs.pieces`. ``mask``: the token with which a draft model drafts all tokens in one pass; None: it does not."""
 
     passes: tuple[Shape, ...]
     loops: tuple[Shape, ...] = ()
     steps: int = 0
     tree: TreePlan | None = None
     pieces: tuple[int, ...] = ()
+    mask: int | None = None
 
     @property
     def max_requests(self) -> int:

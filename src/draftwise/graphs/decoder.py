@@ -278,7 +278,11 @@ class GraphedDecoder(WrappedDecoder):
             return self.inner.forward(batch, kv).hidden, None
 
         return Drafter(
-            advance, self.inner.logits, self.config.vocab_size, max_position=self.config.max_model_len - 1
+            advance,
+            self.inner.logits,
+            self.config.vocab_size,
+            max_position=self.config.max_model_len - 1,
+            mask_token=self.captures.mask,
         )
 
     # ------------------------------------------------------------------------------- what is handed through

@@ -45,7 +45,7 @@ class GraphedHead(WrappedHead):
         self._kv = kv
         self._loops = Loops([], [])
         captures, backend, size = self.captures, self._backend, self._block_size
-        if not captures.loops or self.num_depths > 1 or self.mask_token is not None:
+        if not captures.loops or self.num_depths > 1:
             return
         tables = Tables(captures.max_requests, captures.max_keys, size, backend)
         self._loops = capture_loops(captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
@@ -113,6 +113,8 @@ class GraphedHead(WrappedHead):
             target_ids=self.target_ids,
             feature_size=self.feature_size,
             dtype=self.dtype,
+            mask_token=self.mask_token,
+            mask_feature=self.mask_feature,
         )
 
     # ------------------------------------------------------------------------------- what is handed through

@@ -49,6 +49,11 @@ def make_seated_case(seed: int, world: World) -> Case:
         if spec["method"] in ("draft_model", "eagle3") and rng.random() < 0.15:
             spec["max_model_len"] = rng.randint(12, 40)
     others = random.Random(f"others {seed}")
+    for i, method in enumerate(chosen):
+        if not trees and method in ("draft_model", "eagle3") and others.random() < 0.3:
+            (one_pass,) = (spec for spec in world.families["other forms"] if spec["method"] == method)
+            own = ("num_speculative_tokens", "max_model_len")
+            specs[i] = one_pass | {name: specs[i][name] for name in own if name in specs[i]}
     if not trees and chosen[0] in JOINED and others.random() < 0.4:
         hybrid = entries["hybrid"] | {"hybrid_drafter": specs[0], "hybrid_min_match": 2}
         chosen[0], specs[0] = "hybrid", hybrid | {"hybrid_lookup": others.choice(["suffix", "ngram"])}
@@ -103,6 +108,9 @@ def pretended_device() -> Iterator[Counter[str]]:
                 way = member.way
                 plan = self._seating.plan_of(way.method)
                 kind = "chain" if plan is None else "tree" if plan.shape is not None else "growing"
+                seated = self._seating.drafters.get(way.method)
+                if seated is not None and seated._drafter._loops[0].masks:
+                    kind = "masks"
                 counts.update([f"{way.method} {kind}", way.rule, *way.shaped])
         return flight
 

@@ -80,7 +80,12 @@ class SeatedDrafter(ABC):
     @property
     def rows(self) -> int:
         """Tokens of a request that it may read at once."""
-        return self._loops[0].shape.rows
+        return self._loops[0].shape.rows - self._loops[0].masks
+
+    @property
+    def keeps_drafts(self) -> bool:
+        """Whether drafts that it has fed stay stored until they are accepted."""
+        return self.plan is None and not self._loops[0].masks
 
     @property
     def most_requests(self) -> int:

@@ -59,4 +59,4 @@ class SeatedModel(SeatedDrafter):
         return Place(filled, stored, 0) if filled >= known - 1 and unseen < self.rows else None
 
     def went_on(self, rid: int, fed: int, drafts: int) -> tuple[int, int]:
-        return fed, max(drafts - 1, 0) if self.plan is None else 0
+        return fed, max(drafts - 1, 0) if self.keeps_drafts else 0

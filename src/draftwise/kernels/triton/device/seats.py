@@ -203,7 +203,8 @@ def advance_rows(
 ):
     """One seat: what was committed, if it drafts with loop ``number``, and its rows of the drafter's first pass, of
     drafts on up to ``levels`` levels, with ``draws`` numbers for its noise. DRAFTER: 0 none, 1 a model, 2 a head; TREE:
-    0: drafts are a chain, and may stay stored, 1: a static tree, 2: a dynamic one, whose candidates ``length`` counts;
+    0: drafts are a chain, and may stay stored, 1: a static tree, 2: a dynamic one, whose candidates ``length`` counts,
+    3: a chain, of a pass over masks;
     KIND: 0 argmax, 1 draws from q, 2 shared noise."""
     s = tl.program_id(0).to(tl.int64)
     own = state + s * state_stride
@@ -252,10 +253,11 @@ def advance_rows(
             token = tl.where(behind == accepted, root, token)
             fed = tl.where(drafting, after, fed)
         inside = j < ROWS
-        real = inside & (j < count)
+        masks = tl.maximum(wanted - 1, 0) if TREE == 3 else wanted * 0
+        real = inside & (j < count + masks)
         key = first + j
         at = s * ROWS + j
-        tl.store(tokens + at, tl.where(real, token, 0), mask=inside)
+        tl.store(tokens + at, tl.where(j < count, token, 0), mask=inside)
         tl.store(positions + at, tl.where(real, key - (DRAFTER - 1), 0), mask=inside)
         tl.store(
             slots + at,
@@ -266,7 +268,7 @@ def advance_rows(
         unused = tl.load(own + 9)
         tl.store(first_key + s, unused.to(tl.int32))
         tl.store(context + s, tl.where(count > 0, first, unused).to(tl.int32))
-        tl.store(last + s, s * ROWS + tl.where(drafting, count - 1, 0))
+        tl.store(last + s, s * ROWS + tl.maximum(count - 1, 0))
         tl.store(start + s, tl.where(drafting, after, unused))
         tl.store(length + s, tl.where(drafting, reached, 0) if TREE == 2 else wanted)
         if KIND != 0:
@@ -275,7 +277,7 @@ def advance_rows(
             node = tl.load(nodes + j, mask=draw, other=0)
             seed = tl.load(own + 5)
             sample = tl.load(own + 6)
-            if KIND == 1 and TREE == 0:
+            if KIND == 1 and (TREE == 0 or TREE == 3):
                 u = uniform(seed, sample, 1, place, node, after)
                 numbers = u.to(tl.int64, bitcast=True)
             elif KIND == 1:
