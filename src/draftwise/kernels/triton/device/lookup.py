@@ -4,6 +4,8 @@ numbered in `graphs.seats.memory`, and `graphs.seats.lookup` is the reference.""
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.compiled import kernel
+
 
 @triton.jit
 def alike(places, base, stop, line, known, longest, TILE: tl.constexpr):
@@ -47,24 +49,7 @@ def followers(places, stop, filled, line, known, longest, match, drafts, wanted,
     return whole, counts
 
 
-@triton.jit(
-    do_not_specialize=[
-        "state_stride",
-        "told_stride",
-        "answer_stride",
-        "text_stride",
-        "num_past",
-        "drafts",
-        "steps",
-        "number",
-        "longest",
-        "shortest",
-        "slope",
-        "height",
-        "least",
-    ],
-    do_not_specialize_on_alignment=["state", "told", "now", "walk", "answer", "text", "past"],
-)
+@kernel()
 def look_up(
     state,
     told,

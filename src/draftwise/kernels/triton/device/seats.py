@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.compiled import kernel
 from draftwise.kernels.triton.device.noise import row_key, uniform
 
 
@@ -15,33 +16,7 @@ def slots_of(table, keys, real, num_pages, spare_slot, PAGE: tl.constexpr):
     return tl.where(real, slot, spare_slot)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "state_stride",
-        "told_stride",
-        "table_stride",
-        "num_pages",
-        "spare_slot",
-        "drafts",
-        "shared_forms",
-        "rows",
-    ],
-    do_not_specialize_on_alignment=[
-        "state",
-        "told",
-        "now",
-        "table",
-        "tokens",
-        "positions",
-        "slots",
-        "context",
-        "is_tree",
-        "ancestors",
-        "forms",
-        "fields",
-        "sources",
-    ],
-)
+@kernel()
 def begin_rows(
     state,
     told,
@@ -123,44 +98,7 @@ def begin_rows(
     tl.store(out + 6 + 2 * drafts + j, q_at, mask=drafted)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "state_stride",
-        "told_stride",
-        "answer_stride",
-        "table_stride",
-        "num_pages",
-        "draws",
-        "drafts",
-        "levels",
-        "number",
-        "max_len",
-        "spare_slot",
-        "spare_block",
-        "source",
-    ],
-    do_not_specialize_on_alignment=[
-        "state",
-        "told",
-        "now",
-        "walk",
-        "answer",
-        "table",
-        "tokens",
-        "positions",
-        "slots",
-        "context",
-        "first_key",
-        "last",
-        "start",
-        "length",
-        "noise",
-        "depths",
-        "nodes",
-        "reach",
-        "ends",
-    ],
-)
+@kernel()
 def advance_rows(
     state,
     told,
@@ -306,18 +244,7 @@ def advance_rows(
         tl.store(own + 16, source)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "drafted_stride",
-        "state_stride",
-        "told_stride",
-        "answer_stride",
-        "drafts",
-        "steps",
-        "number",
-    ],
-    do_not_specialize_on_alignment=["drafted", "form", "state", "told", "now", "answer", "own_forms"],
-)
+@kernel()
 def keep_drafts(
     drafted,
     form,
