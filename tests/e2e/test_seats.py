@@ -245,6 +245,15 @@ def test_drafts_in_one_pass_stay_on_the_device(engines: Engines, method: str, ru
     assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 2
 
 
+@pytest.mark.parametrize("family", ["forests", "growing"])
+def test_given_rates_hold_on_trees(request: pytest.FixtureRequest, family: str) -> None:
+    engines: Engines = request.getfixturevalue(family)
+    (entry,) = (entry for entry in engines.chosen if entry["method"] == "medusa")
+    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    found = _stay(engines, entry | rates, "greedy")
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 60
+
+
 def _stay(engines: Engines, entry: dict[str, Any], rule: str) -> list[RequestOutput]:
     """The text of the engine that waits, by the same drafts of this drafter; and nobody ever waits."""
     options: dict[str, Any] = {

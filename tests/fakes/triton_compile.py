@@ -283,7 +283,6 @@ def seat_steps() -> None:
             "*i64 *i32 *fp64 *fp32 *i32 *i64 *fp64 *i32 i32 i32 i32 i32",
             SAMPLED=sampled,
             PARTS_PAD=16,
-            BLOCK=8,
         )
 
 

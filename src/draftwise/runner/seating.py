@@ -139,8 +139,6 @@ class Seating:
         plan = self.plan_of(speculation.method)
         if not _drafts(plan, speculation):
             return None
-        if plan is not None and rule in ("synthetic", "synthetic_sampled"):
-            return None
         kind: LoopKind | None = "argmax"
         if drafter is not None:
             if row.state.steers:
