@@ -238,7 +238,7 @@ def seat_steps() -> None:
     """What stands between the passes of a step that stays on the device."""
     build(
         seats.begin_rows,
-        f"*i64 *i64 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 4} {'i32 ' * 8}",
+        f"*i64 *i64 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 4} {'i32 ' * 6}",
         FRESH=3,
         FRESH_PAD=4,
         PAGE=16,
@@ -258,7 +258,7 @@ def seat_steps() -> None:
     for drafter, kind, tree in shapes:
         build(
             seats.advance_rows,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 8} {'i32 ' * 13}",
+            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 8} {'i32 ' * 10}",
             DRAFTER=drafter,
             TREE=tree,
             KIND=kind,
@@ -269,14 +269,14 @@ def seat_steps() -> None:
     for wide in (False, True):
         build(
             lookup.look_up,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 *i32 {'i32 ' * 10} fp32 fp32 fp32",
+            f"*i64 *i64 *i64 *i32 *i64 *i32 *i32 {'i32 ' * 8} fp32 fp32 fp32",
             PAST=wide,
             CUT=wide,
             TILE=1024,
             BLOCK=8,
         )
     for dynamic in (False, True):
-        build(seats.keep_drafts, f"{'*i64 ' * 7} {'i32 ' * 7}", DYNAMIC=dynamic, BLOCK=8)
+        build(seats.keep_drafts, f"{'*i64 ' * 7} {'i32 ' * 5}", DYNAMIC=dynamic, BLOCK=8)
     for sampled in (False, True):
         build(
             rates.keep_at_rates,

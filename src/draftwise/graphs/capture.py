@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftwise.graphs.backend import GraphBackend
-from draftwise.graphs.buffers import PassBuffers, Shape, Tables
+from draftwise.graphs.buffers import Need, PassBuffers, Shape, Tables
 from draftwise.graphs.chains import ChainLoop
 from draftwise.graphs.loop import KINDS, Drafter, LoopMemory
 from draftwise.graphs.plans import TreePlan
 from draftwise.graphs.trees import TreeLoop
+from draftwise.types import ChainDraws, StepInput, TreeDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,20 @@ class Loops:
 
     chains: list[ChainLoop]
     trees: list[TreeLoop]
+
+    def chain_for(self, batch: StepInput, steps: int, draws: ChainDraws | None) -> ChainLoop | None:
+        """The smallest one that drafts for a batch; its tensors must lie on the host."""
+        if batch.token_ids.device.type != "cpu":
+            return None
+        need = Need.of(batch)
+        return next((loop for loop in self.chains if loop.takes(need, steps, draws)), None)
+
+    def tree_for(self, batch: StepInput, draws: Sequence[TreeDraws]) -> TreeLoop | None:
+        """As `chain_for`."""
+        if batch.token_ids.device.type != "cpu":
+            return None
+        need = Need.of(batch)
+        return next((loop for loop in self.trees if loop.takes(need, draws)), None)
 
 
 def capture_loops(

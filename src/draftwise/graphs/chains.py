@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import GraphBackend
-from draftwise.graphs.buffers import Need, PassBuffers, Shape
+from draftwise.graphs.buffers import Need, PassBuffers, Shape, static_input
 from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
 from draftwise.kernels.triton.inputs import DraftSlots, NextRows, best_tokens, next_rows, sample_tokens
 from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word, uniform
-from draftwise.types import AttentionBatch, ChainDraws, StaticRows, StepInput
+from draftwise.types import ChainDraws, StepInput
 
 _BELOW_ONE = 1.0 - 2.0**-52
 
@@ -174,29 +174,11 @@ class ChainLoop(DraftLoop):
         )
         made = next_rows if self._fused else next_rows_in_torch
         positions, slots, context = made(self._start, self._length, step, where)
-        requests = self.shape.requests
-        return StepInput(
-            token_ids=tokens,
-            positions=positions,
-            slots=slots,
-            attention=AttentionBatch(
-                query_start_np=np.arange(requests + 1, dtype=np.int32),
-                context_len_np=np.zeros(requests, np.int32),
-                is_tree_np=np.zeros(requests, np.bool_),
-                block_tables_np=np.zeros((requests, 1), np.int32),
-                ancestors_np=None,
-                block_size=size,
-                static=StaticRows(
-                    rows=1,
-                    max_keys=static.max_keys + self.steps,
-                    context=context,
-                    first_key=static.first_key,
-                    is_tree=self._zeros,
-                    tables=static.tables,
-                    ancestors=self._ones,
-                ),
-            ),
+        max_keys = static.max_keys + self.steps
+        alone = replace(
+            static, rows=1, max_keys=max_keys, context=context, is_tree=self._zeros, ancestors=self._ones
         )
+        return static_input(tokens, positions, slots, size, alone)
 
 
 def next_rows_in_torch(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> NextRows:

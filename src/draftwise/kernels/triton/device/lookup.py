@@ -58,9 +58,7 @@ def look_up(
     answer,
     text,
     past,
-    state_stride,
     told_stride,
-    answer_stride,
     text_stride,
     num_past,
     drafts,
@@ -79,7 +77,7 @@ def look_up(
     """One seat with look-up ``number``: its text with what was committed, and what followed the last time that a text
     ended like this. PAST: others' outputs are looked at, too; CUT: drafts must have followed often enough."""
     s = tl.program_id(0).to(tl.int64)
-    own = state + s * state_stride
+    own = state + s * (17 + drafts)
     said = told + s * told_stride
     line = text + s * text_stride
     out = walk + s * (2 * drafts + 2)
@@ -131,7 +129,7 @@ def look_up(
         wanted = tl.minimum(wanted, tl.min(tl.where(counts.to(tl.float32) >= enough, BLOCK, j), 0))
         tl.debug_barrier()  # every thread has read them
         tl.store(own + 17 + j, drafted, mask=(j >= wanted) & (j < written))
-    told_back = answer + s * answer_stride
+    told_back = answer + s * (7 + 4 * drafts)
     tl.store(told_back + 7 + drafts + j, token, mask=j < wanted)
     if (
         tl.where(wanted > 0, 1, 0) == 1

@@ -1,5 +1,6 @@
 """Between the passes of a step of seats. Launched by `graphs.seats.kernels`; columns of ``state``, ``told`` and
-``answer`` are numbered in `graphs.seats.memory`, a request's fields for verification in `.verify`."""
+``answer`` are numbered in `graphs.seats.memory`, a request's fields for verification in `.verify`. A row
+of ``state`` has 17 + K words, with up to K drafts, and one of ``answer`` 7 + 4 K."""
 
 import triton
 import triton.language as tl
@@ -31,9 +32,7 @@ def begin_rows(
     forms,
     fields,
     sources,
-    state_stride,
     told_stride,
-    table_stride,
     num_pages,
     spare_slot,
     drafts,
@@ -46,7 +45,7 @@ def begin_rows(
 ):
     """One seat: its new blocks, its rows of the target's pass, and what verification has to know."""
     s = tl.program_id(0).to(tl.int64)
-    own = state + s * state_stride
+    own = state + s * (17 + drafts)
     said = told + s * told_stride
     known = tl.load(own)
     live = known < tl.load(said)
@@ -54,7 +53,7 @@ def begin_rows(
     new = i < tl.where(live, FRESH, 0)
     fresh = tl.load(said + 5 + i, mask=new, other=0)
     block = tl.load(said + 5 + FRESH + i, mask=new, other=0).to(tl.int32)
-    tl.store(table + s * table_stride + fresh, block, mask=new)
+    tl.store(table + s * num_pages + fresh, block, mask=new)
     tl.debug_barrier()  # the table is read by every thread
     nodes = tl.where(live, tl.minimum(tl.minimum(tl.load(said + 1), tl.load(own + 2)), rows - 1), 0)
     tl.store(now + 2 * s, tl.where(live, 1, 0))
@@ -77,7 +76,7 @@ def begin_rows(
     tl.store(is_tree + s, tree.to(tl.int32))
     tl.store(
         slots + at,
-        slots_of(table + s * table_stride, key, real, num_pages, spare_slot, PAGE),
+        slots_of(table + s * num_pages, key, real, num_pages, spare_slot, PAGE),
         mask=inside,
     )
     tl.store(context + s, tl.where(live, known - 1, 0).to(tl.int32))
@@ -119,10 +118,7 @@ def advance_rows(
     nodes,
     reach,
     ends,
-    state_stride,
     told_stride,
-    answer_stride,
-    table_stride,
     num_pages,
     draws,
     drafts,
@@ -145,7 +141,7 @@ def advance_rows(
     3: a chain, of a pass over masks;
     KIND: 0 argmax, 1 draws from q, 2 shared noise."""
     s = tl.program_id(0).to(tl.int64)
-    own = state + s * state_stride
+    own = state + s * (17 + drafts)
     said = told + s * told_stride
     out = walk + s * (2 * drafts + 2)
     mine = tl.load(said + 3) == number
@@ -176,7 +172,7 @@ def advance_rows(
             read = known - 1 + j
             final = (j < tl.where(live, accepted + 1, 0)) & ((read + 1) % PAGE == 0)
             page = tl.maximum(tl.minimum(read // PAGE, num_pages - 1), 0)
-            block = tl.load(table + s * table_stride + page, mask=final, other=0).to(tl.int64)
+            block = tl.load(table + s * num_pages + page, mask=final, other=0).to(tl.int64)
             tl.store(ends + s * ROWS + j, tl.where(final, block, spare_block), mask=j < ROWS)
             fed = tl.where(live & (fed == known), tl.where(drafting, after, after - 1), fed)
         else:
@@ -199,7 +195,7 @@ def advance_rows(
         tl.store(positions + at, tl.where(real, key - (DRAFTER - 1), 0), mask=inside)
         tl.store(
             slots + at,
-            slots_of(table + s * table_stride, key, real, num_pages, spare_slot, PAGE),
+            slots_of(table + s * num_pages, key, real, num_pages, spare_slot, PAGE),
             mask=inside,
         )
         # rows that fill up must see some key: of nothing no distribution can be made
@@ -223,7 +219,7 @@ def advance_rows(
             else:
                 numbers = row_key(seed, sample, 0, place, node * 0 - 1, node * 0)
             tl.store(noise + s * draws + j, numbers, mask=draw)
-    told_back = answer + s * answer_stride
+    told_back = answer + s * (7 + 4 * drafts)
     if tl.where(mine, 1, 0) == 1:
         tl.store(told_back, tl.where(live, 1, 0))
         tl.store(told_back + 1, tl.load(now + 2 * s + 1))
@@ -254,9 +250,7 @@ def keep_drafts(
     answer,
     own_forms,
     drafted_stride,
-    state_stride,
     told_stride,
-    answer_stride,
     drafts,
     steps,
     number,
@@ -270,8 +264,8 @@ def keep_drafts(
     mine = (tl.load(told + s * told_stride + 3) == number) & (tl.load(now + 2 * s) != 0)
     own = j < tl.where(mine, steps, 0)
     token = tl.load(drafted + s * drafted_stride + j, mask=own, other=0)
-    tl.store(state + s * state_stride + 17 + j, token, mask=own)
-    told_back = answer + s * answer_stride + 7 + drafts
+    tl.store(state + s * (17 + drafts) + 17 + j, token, mask=own)
+    told_back = answer + s * (7 + 4 * drafts) + 7 + drafts
     tl.store(told_back + j, token, mask=own)
     if DYNAMIC:
         rows = (j > 0) & (j < tl.where(mine, steps + 1, 0))
