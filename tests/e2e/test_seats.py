@@ -5,6 +5,7 @@ to capture whatever would read a value on the host."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftwise import LLM, AsyncLLM, SamplingParams
+from draftwise import LLM, AsyncLLM, RequestOutput, SamplingParams
 from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.runner.seating import Seating
@@ -25,7 +26,9 @@ from tests.fakes.every_method import SHAPES, VOCAB, make_families, make_target
 from tests.fakes.fake_executor import LateExecutor
 from tests.fakes.fake_graphs import FakeGraphs
 
-METHODS = ["none", "draft_model", "eagle", "eagle3", "mtp", "ngram", "suffix", "medusa", "early_exit"]
+METHODS = [
+    "none", "draft_model", "eagle", "eagle3", "mtp", "ngram", "suffix", "medusa", "early_exit", "hybrid",
+]  # fmt: skip
 TREES = ["draft_model", "eagle", "eagle3", "mtp", "medusa", "early_exit"]
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -45,6 +48,10 @@ class Engines:
         prompts += [prompts[2], [*prompts[5], 1]]  # prefix hits
         self.prompts = [{"prompt_token_ids": ids} for ids in prompts]
         self.chosen = [s for s in self.families["methods"] if s["method"] in METHODS]
+        (hybrid,) = (s for s in self.chosen if s["method"] == "hybrid")
+        # a suffix look-up is another one on the device
+        hybrid |= {"hybrid_lookup": "ngram", "hybrid_min_match": 2}
+        hybrid |= {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
         if shape:
             self.chosen = [
                 {k: v for k, v in s.items() if k != "num_speculative_tokens"} | shape
@@ -130,13 +137,13 @@ CASES = [
     *(("greedy", method) for method in METHODS),
     *(
         ("coupled", method)
-        for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit")
+        for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit", "hybrid")
     ),
     *(
         ("rejection", method)
-        for method in ("none", "draft_model", "eagle3", "mtp", "ngram", "medusa", "early_exit")
+        for method in ("none", "draft_model", "eagle3", "mtp", "ngram", "medusa", "early_exit", "hybrid")
     ),
-    *(("block", method) for method in ("draft_model", "eagle3", "medusa")),
+    *(("block", method) for method in ("draft_model", "eagle3", "medusa", "hybrid")),
 ]
 
 
@@ -152,6 +159,8 @@ def test_text_is_that_of_the_engine_that_waits(engines: Engines, method: str, ru
         mine, theirs = one.metrics.speculation, other.metrics.speculation
         # a suffix look-up is another one on the device
         assert method == "suffix" or mine.num_accepted_tokens == theirs.num_accepted_tokens
+        if method == "hybrid":
+            assert mine == theirs, "also of which part the drafts are"
     assert not engines.ahead.stats().drafter_failures and not engines.waiting.stats().drafter_failures
     engines.ahead.check_integrity()
 
@@ -210,6 +219,64 @@ def test_trees_stay_on_the_device(request: pytest.FixtureRequest, shape: str, me
         assert accepted > 20 and found[5].outputs[0].logprobs
         assert not llm.stats().drafter_failures
         llm.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("inner", "rule"),
+    [("eagle3", "coupled"), ("p-eagle", "rejection"), ("medusa", "rejection"), ("early_exit", "block")],
+)
+def test_hybrids_of_all_drafters_stay_on_the_device(engines: Engines, inner: str, rule: str) -> None:
+    """What is looked up goes before what is drafted, as in the engine that waits."""
+    family = engines.families["other forms" if inner == "p-eagle" else "methods"]
+    inner = "eagle3" if inner == "p-eagle" else inner
+    (drafter,) = (entry for entry in family if entry["method"] == inner)
+    (hybrid,) = (entry for entry in engines.chosen if entry["method"] == "hybrid")
+    found = _stay(engines, hybrid | {"hybrid_drafter": drafter}, rule)
+    used = Counter(name for o in found for name in o.metrics.speculation.steps_by_method)
+    assert used["ngram"] > 2 and used[inner] > 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_drafts_in_one_pass_stay_on_the_device(engines: Engines, method: str, rule: str) -> None:
+    """PARD and P-EAGLE."""
+    (entry,) = (entry for entry in engines.families["other forms"] if entry["method"] == method)
+    found = _stay(engines, entry, rule)
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 2
+
+
+@pytest.mark.parametrize("family", ["forests", "growing"])
+def test_given_rates_hold_on_trees(request: pytest.FixtureRequest, family: str) -> None:
+    engines: Engines = request.getfixturevalue(family)
+    (entry,) = (entry for entry in engines.chosen if entry["method"] == "medusa")
+    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    found = _stay(engines, entry | rates, "greedy")
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 60
+
+
+def _stay(engines: Engines, entry: dict[str, Any], rule: str) -> list[RequestOutput]:
+    """The text of the engine that waits, by the same drafts of this drafter; and nobody ever waits."""
+    options: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
+        "num_kv_blocks": 192,
+        "speculative_config": entry,
+        "keep_trace": True,
+    }
+    params = params_of(rule, entry["method"], max_tokens=24)
+    with engines.make(**options) as waiting:
+        wanted = waiting.generate(engines.prompts, params)
+    with engines.make(async_scheduling=True, **options) as llm:
+        ordinary = _count_ordinary(llm)
+        found = llm.generate(engines.prompts, params)
+        assert token_ids(found) == token_ids(wanted)
+        assert seats(llm).num_entered == len(params) and not any(ordinary)
+        assert [o.metrics.speculation for o in found] == [o.metrics.speculation for o in wanted]
+        assert [o.outputs[0].trace for o in found] == [o.outputs[0].trace for o in wanted]
+        assert not llm.stats().drafter_failures
+        llm.check_integrity()
+        return found
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "early_exit"])
@@ -371,7 +438,7 @@ def test_most_steps_stay_on_the_device(engines: Engines) -> None:
     assert 12 <= found.num_steps - before[0] <= 14 and found.num_entered - before[1] == 2
 
 
-CHAINS = [("engines", method) for method in ("draft_model", "eagle3", "ngram", "suffix", "medusa")]
+CHAINS = [("engines", method) for method in ("draft_model", "eagle3", "ngram", "suffix", "medusa", "hybrid")]
 
 
 @pytest.mark.parametrize(("family", "method"), [*CHAINS, ("forests", "draft_model"), ("forests", "eagle3")])
@@ -456,7 +523,7 @@ def sent_away_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "medusa", "early_exit"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "medusa", "early_exit", "hybrid"])
 def test_who_leaves_a_seat_goes_on_as_it_stood(
     engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -496,26 +563,36 @@ def test_who_leaves_a_seat_goes_on_as_it_stood(
     assert found[0].num_entered > 12
 
 
+LEAVING = [
+    ("draft_model", "coupled"),
+    ("eagle3", "coupled"),
+    ("draft_model", "rejection"),
+    ("medusa", "block"),
+]
+
+
 @pytest.mark.parametrize(
-    ("method", "rule"),
-    [("draft_model", "coupled"), ("eagle3", "coupled"), ("draft_model", "rejection"), ("medusa", "block")],
+    ("family", "method", "rule"),
+    [*(("forests", *case) for case in LEAVING), ("engines", "hybrid", "coupled")],
 )
-def test_who_leaves_a_seat_takes_its_tree_along(
-    forests: Engines, method: str, rule: str, monkeypatch: pytest.MonkeyPatch
+def test_who_leaves_a_seat_takes_its_drafts_along(
+    request: pytest.FixtureRequest, family: str, method: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits is verified in an ordinary step, and drafted on from there: all is accepted that would have been."""
+    forests: Engines = request.getfixturevalue(family)
     sent_away_at_times(monkeypatch)
     options: dict[str, Any] = {
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 96,
+        "keep_trace": True,
     }
     params = params_of(rule, method, max_tokens=24)
     found = []
     for ahead in (False, True):
         with forests.make(async_scheduling=ahead, **options) as llm:
             done = llm.generate(forests.prompts, params)
-            found.append([(o.outputs[0].token_ids, o.metrics.speculation.num_accepted_tokens) for o in done])
+            found.append([(o.outputs[0].token_ids, o.outputs[0].trace) for o in done])
             assert not ahead or seats(llm).num_entered > 12
             llm.check_integrity()
     assert found[0] == found[1]

@@ -79,9 +79,9 @@ def test_each_request_gets_what_it_gets_alone(references: References) -> None:
     seated = check(range(ALWAYS), references)
     assert seated["launches"] > 200 and seated["accepted"] > 100, seated
     assert seated["none chain"] > 50
-    kinds = {kind for kind in seated if kind.endswith((" chain", " tree", " growing"))}
+    kinds = {kind for kind in seated if kind.endswith((" chain", " tree", " growing", " masks"))}
     assert sum(seated[kind] for kind in kinds) - seated["none chain"] > 200, seated
-    assert len(kinds) >= 7, seated
+    assert len(kinds) >= 7 and "hybrid chain" in kinds, seated
     wanted = (
         "greedy",
         "coupled",
@@ -100,8 +100,9 @@ def test_each_request_gets_what_it_gets_alone(references: References) -> None:
 def test_many_more(references: References) -> None:
     """Every method as a chain, and as a tree where it drafts trees, had steps in seats."""
     seated = check(range(ALWAYS, SLOW), references)
-    kinds = [f"{method} chain" for method in ("none", *SEATED)]
+    kinds = [f"{method} chain" for method in ("none", "hybrid", *SEATED)]
     kinds += [f"{method} {shape}" for method in TREES for shape in ("tree", "growing")]
+    kinds += ["draft_model masks", "eagle3 masks", "hybrid masks"]
     assert all(seated[kind] > 40 for kind in kinds), seated
 
 

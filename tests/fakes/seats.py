@@ -181,7 +181,7 @@ def _begin(given: dict[str, Any]) -> None:
     fields[:, 6 : 6 + drafts] = state[:, STATE:]
     forms = memory.forms_of(count)
     fields[:, 6 + drafts : 6 + 2 * drafts] = forms[:, 2, 1:]
-    base, seats, step = given["sources"][memory.told[:count, SOURCE]].T[..., None]
+    base, seats, step = given["sources"][state[:, SOURCE]].T[..., None]
     fields[:, 5] = torch.where(base[:, 0] != 0, forms[:, 3, 0], 0)
     at = base + seat[:, None] * seats + forms[:, 4, 1:] * step
     fields[:, 6 + 2 * drafts :] = torch.where(base != 0, at, 0)
@@ -211,6 +211,7 @@ def _advance(given: dict[str, Any]) -> None:
         SHAPES[given["TREE"]],
         given["ends"] if head else None,
         given["spare_block"],
+        given["source"],
     )
     rows.advance(memory, given["context"].shape[0], loop)
 

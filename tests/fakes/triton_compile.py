@@ -238,16 +238,27 @@ def seat_steps() -> None:
     """What stands between the passes of a step that stays on the device."""
     build(
         seats.begin_rows,
-        f"*i64 *i64 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 4} {'i32 ' * 8}",
+        f"*i64 *i64 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 4} {'i32 ' * 6}",
         FRESH=3,
         FRESH_PAD=4,
         PAGE=16,
         BLOCK=8,
     )
-    for drafter, kind, tree in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (1, 0, 1), (2, 2, 1), (1, 1, 1), (2, 2, 2)):
+    shapes = (
+        (0, 0, 0),
+        (1, 1, 0),
+        (2, 2, 0),
+        (1, 0, 1),
+        (2, 2, 1),
+        (1, 1, 1),
+        (2, 2, 2),
+        (1, 1, 3),
+        (2, 2, 3),
+    )
+    for drafter, kind, tree in shapes:
         build(
             seats.advance_rows,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 8} {'i32 ' * 12}",
+            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 8} {'i32 ' * 10}",
             DRAFTER=drafter,
             TREE=tree,
             KIND=kind,
@@ -258,21 +269,20 @@ def seat_steps() -> None:
     for wide in (False, True):
         build(
             lookup.look_up,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 *i32 {'i32 ' * 10} fp32 fp32 fp32",
+            f"*i64 *i64 *i64 *i32 *i64 *i32 *i32 {'i32 ' * 8} fp32 fp32 fp32",
             PAST=wide,
             CUT=wide,
             TILE=1024,
             BLOCK=8,
         )
     for dynamic in (False, True):
-        build(seats.keep_drafts, f"{'*i64 ' * 7} {'i32 ' * 7}", DYNAMIC=dynamic, BLOCK=8)
+        build(seats.keep_drafts, f"{'*i64 ' * 7} {'i32 ' * 5}", DYNAMIC=dynamic, BLOCK=8)
     for sampled in (False, True):
         build(
             rates.keep_at_rates,
             "*i64 *i32 *fp64 *fp32 *i32 *i64 *fp64 *i32 i32 i32 i32 i32",
             SAMPLED=sampled,
             PARTS_PAD=16,
-            BLOCK=8,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +14,12 @@ from tests.fakes.tiny import VOCAB, save_llama
 
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.attention.torch_static import TorchStaticAttention
+from draftwise.graphs.backend import Rerun
 from draftwise.graphs.buffers import Need, PassBuffers, Shape, Tables
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.graphs.plans import TreePlan
+from draftwise.graphs.setup import GraphSetup
 from draftwise.graphs.sizes import key_limits, pass_shapes, request_counts
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVLayerSpec, KVStorage
@@ -25,7 +29,7 @@ from draftwise.models.loader import load_model
 from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.draw import pick
 from draftwise.sampling.noise import NoiseKey, gumbel, uniform
-from draftwise.types import ChainDraws, ChainKey, StepInput
+from draftwise.types import ChainDraws, ChainKey, StepInput, TreeShape
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -230,3 +234,18 @@ def test_sizes_by_hand() -> None:
     shapes = pass_shapes(widths=[1, 5], sizes=[5, 10], **options)
     assert [(s.requests, s.rows) for s in shapes] == [(1, 5), (2, 5), (5, 1), (10, 1)]
     assert all(s.requests * s.rows <= 2048 for s in pass_shapes(widths=[1, 64], **options))
+
+
+def test_a_loops_first_pass_has_room_for_what_its_drafter_has_not_seen() -> None:
+    """The root and one draft of a chain; all that may be accepted of others, and masks behind it."""
+    setup = GraphSetup(Rerun(torch.device("cpu")), 4, 2, 64, 64)
+    joined = replace(setup, unseen=6)
+    tree = TreePlan(TreeShape((-1, -1, 0), (0, 1, 0)))
+
+    def rows(captures: Captures) -> set[int]:
+        return {shape.rows for shape in captures.loops}
+
+    assert rows(setup._loops(1, 3)) == {2} and rows(joined._loops(1, 3)) == {7}
+    assert rows(setup._loops(3, 3, tree)) == {3}, "two levels"
+    assert rows(setup._loops(3, 3, masked=True)) == {6} and rows(joined._loops(3, 3, masked=True)) == {9}
+    assert rows(setup._loops(0, 3)) == rows(joined._loops(0, 3)) == {1}, "the root alone"

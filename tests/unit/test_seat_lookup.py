@@ -17,7 +17,9 @@ from draftwise.graphs.seats.memory import (
     KNOWN,
     LIMIT,
     LOOK,
-    STATE,
+    RAN,
+    SOURCE,
+    STORED,
     WAITING,
     Limits,
     SeatMemory,
@@ -83,6 +85,20 @@ def test_limits() -> None:
         assert torch.equal(memory.text[:, :-1], before[2])
 
 
+def test_what_is_found_goes_before_what_a_drafter_has_drafted() -> None:
+    """Which stays where nothing is found, or where what is found may not be drafted."""
+    texts = [[1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 1, 2]]
+    memory = with_texts(texts)
+    memory.told[2, LIMIT] = 7
+    memory.state[:, WAITING] = memory.answer[:, ANSWERED_WAITING] = 2
+    memory.state[:, STORED] = memory.state[:, SOURCE] = memory.answer[:, RAN] = 1
+    memory.waiting_drafts[:] = memory.answer[:, ANSWER + DRAFTS + 1 :][:, :DRAFTS] = torch.tensor([8, 9, 7])
+    _looked(memory)
+    assert [drafts_of(memory, s) for s in range(3)] == [[3, 4, 1], [8, 9], [8, 9]]
+    assert memory.state[:, STORED].tolist() == memory.state[:, SOURCE].tolist() == [0, 1, 1]
+    assert memory.answer[:, RAN].tolist() == [2, 1, 1]
+
+
 def _looked(memory: SeatMemory, steps: int = DRAFTS) -> SeatMemory:
     look_up(memory, memory.seats, 1, LookUp(steps, 2, 2))
     return memory
@@ -108,6 +124,7 @@ def test_drafts_are_those_of_the_host(longest: int, shortest: int) -> None:
             memory.walk.packed[s, 0] = accepted
             memory.walk.tokens[s, : accepted + 1] = torch.tensor(came, dtype=torch.int32)
             memory.state[s, KNOWN] = len(text)
+            memory.state[s, WAITING] = memory.answer[s, ANSWERED_WAITING] = 0  # as `rows.advance` does
             memory.told[s, LIMIT] = 100
     assert found > 100
 
@@ -187,7 +204,7 @@ def test_a_kernel_finds_the_same() -> None:
                     return torch.from_numpy(rng.integers(least, 3, shape).astype(np.int32)).to(device)
 
                 memory.text, memory.past = tokens(SEATS, 60), tokens(20, least=-1)
-                memory.told[:, LOOK] = 1
+                memory.told[:, LOOK] = memory.state[:, SOURCE] = 1
                 memory.told[4, LOOK] = 2
                 memory.now[:, 0] = torch.tensor([1, 1, 1, 0, 1, 1])
                 memory.walk.packed[:SEATS, 0] = tokens(SEATS)
@@ -199,7 +216,7 @@ def test_a_kernel_finds_the_same() -> None:
                 drafts = [
                     memory.waiting_drafts[s, :n].tolist() for s, n in enumerate(memory.state[:, WAITING])
                 ]
-                found.append((drafts, memory.state[:, :STATE].tolist(), memory.answer.tolist()))
+                found.append((drafts, memory.state.tolist(), memory.answer.tolist()))
                 found.append((memory.text[:, :-1].tolist(),))
             made.append(found)
     assert made[0] == made[1]

@@ -50,8 +50,10 @@ KINDS: list[dict[str, Any]] = [
 CASES = [
     *(
         (method, "chain", "")
-        for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit")
+        for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit", "hybrid")
     ),
+    ("draft_model", "masks", ""),
+    pytest.param("eagle3", "masks", "", marks=pytest.mark.slow),
     *((method, "static", "coupled") for method in ("draft_model", "eagle3", "mtp", "medusa")),
     *((method, "static", "rejection") for method in ("draft_model", "eagle3", "medusa")),
     *(("eagle3", "dynamic", rule) for rule in ("coupled", "rejection")),
@@ -63,7 +65,8 @@ CASES = [
 def test_a_step_waits_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, shape: str, rule: str
 ) -> None:
-    """``rule``: empty: the default."""
+    """``rule``: empty: the default. ``shape`` "masks": drafts in one pass."""
+    form = "other forms" if shape == "masks" else "methods"
     target, families = make_target(tmp_path), make_families(tmp_path)
     options: dict[str, Any] = {
         "dtype": "float32",
@@ -76,9 +79,9 @@ def test_a_step_waits_for_nothing(
         "speculation_control": "static",
         "async_scheduling": True,
         "compilation_config": {"cudagraph_mode": "FULL"},
-        "speculative_config": [s for s in families["methods"] if s["method"] == method] or None,
+        "speculative_config": [s for s in families[form] if s["method"] == method] or None,
     }
-    if shape != "chain":
+    if shape in SHAPES and shape != "chain":
         (own,) = options["speculative_config"]
         own.pop("num_speculative_tokens", None)  # Medusa has as many as heads
         own.update(SHAPES[shape])
@@ -122,8 +125,9 @@ def test_a_step_waits_for_nothing(
                 found.append((seats.num_steps - before, len(caught), device.waits - waited))
         assert under_way.count(1) > 3 * under_way.count(0), "the step before it had not been read"
         assert {"begin_rows", "advance_rows"} <= launches.kernels()
-        assert ("compact_paths" in launches.kernels()) == (shape != "chain")
-        assert ("reject_trees" in launches.kernels()) == (shape != "chain")
+        trees = shape in ("static", "dynamic")
+        assert ("compact_paths" in launches.kernels()) == trees
+        assert ("reject_trees" in launches.kernels()) == trees
     for few, many in zip(found[1::3], found[2::3], strict=True):
         assert many[0] >= few[0] + 12, "steps on the device"
         assert many[1] == few[1], "no operation waits"

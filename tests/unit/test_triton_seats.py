@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Literal
 
 import pytest
@@ -23,7 +24,7 @@ from tests.fakes.seats import (
 from draftwise.graphs.loop import LoopKind
 from draftwise.graphs.seats import kernels, rows
 from draftwise.graphs.seats.kernels import SeatVerification
-from draftwise.graphs.seats.memory import ACCEPTED, ANSWER, LOOP, RULE, RULES, SOURCE, STORED, SeatMemory
+from draftwise.graphs.seats.memory import ACCEPTED, ANSWER, LOOP, RULES, SOURCE, STORED, WAITING, SeatMemory
 from draftwise.graphs.seats.rows import SHAPES, LoopRows
 from draftwise.graphs.seats.rules import Deciding, verify
 from draftwise.kernels.triton.availability import interpreted
@@ -68,17 +69,20 @@ def test_rows_of_the_targets_pass(width: int, tree: TreeShape | Literal["own"] |
 
 
 @pytest.mark.parametrize("kind", ["argmax", "draft", "shared"])
-@pytest.mark.parametrize("drafter", ["none", "model", "head", "without storage", "tree", "own tree"])
+@pytest.mark.parametrize(
+    "drafter", ["none", "model", "head", "without storage", "tree", "own tree", "masks", "masks of a head"]
+)
 @torch.inference_mode()
 def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) -> None:
     """Two loops, of which the second drafts less; each concerns its own seats alone. ``tree``, ``own tree``: a model's,
-    which has stored nothing of its drafts."""
+    which has stored nothing of its drafts, as over ``masks``."""
     made = []
     for form in (rows, kernels):
         tree: TreeShape | Literal["own"] | None
         tree = TREE if drafter == "tree" else "own" if drafter == "own tree" else None
         memory = random_memory(2, DEVICE, loops=0 if drafter == "none" else 2, tree=tree)
-        if tree is not None:
+        masked = "masks" in drafter
+        if tree is not None or masked:
             memory.state[:, STORED] = 0
         target = pass_rows(DRAFTS + 1, DEVICE)
         rows.begin(memory, target.batch, SPARE)
@@ -95,12 +99,14 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
         for number in (1, 2):
             steps = DRAFTS + 1 - number
             widths = {"model": 2, "head": steps + 1, "without storage": 1, "tree": 4, "own tree": 4}
-            first = pass_rows(widths[drafter], DEVICE)
+            first = pass_rows(2 * DRAFTS if masked else widths[drafter], DEVICE)
             ends = torch.zeros(first.shape.size, dtype=torch.int64, device=DEVICE)
             seats, batch = loop_seats(DEVICE, steps, tree), first.batch
-            head = drafter == "head"
-            shape = SHAPES[0 if tree is None else 1 + (tree == "own")]
-            loop = LoopRows(number, seats, batch, kind, 24, SPARE, head, shape, ends if head else None, 77)
+            head = "head" in drafter
+            shape = SHAPES[3 if masked else 0 if tree is None else 1 + (tree == "own")]
+            loop = LoopRows(
+                number, seats, batch, kind, 24, SPARE, head, shape, ends if head else None, 77, number
+            )
             form.advance(memory, SEATS, loop)
             form.finish(memory, SEATS, loop)
             static = rows.static_of(batch)
@@ -113,20 +119,13 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
 CASES = [*((rule,) for rule in RULES), RULES, ("greedy", "block")]
 
 
-ON_TREES = ("greedy", "coupled", "rejection", "block")
-TREE_CASES = [names for names in CASES if not set(ON_TREES).isdisjoint(names)]
-
-
 @pytest.mark.parametrize(
     ("names", "drafts"),
-    [
-        *((names, drafts) for names in CASES for drafts in ("point masses", "q")),
-        *((names, drafts) for names in TREE_CASES for drafts in ("trees", "own trees", "trees with q")),
-    ],
+    [*product(CASES, ("point masses", "q", "trees", "own trees", "trees with q"))],
 )
 @torch.inference_mode()
 def test_verification(names: tuple[str, ...], drafts: str) -> None:
-    """Every seat by its own rule; with q, of every other seat's drafts; trees of those whose rule takes them."""
+    """Every seat by its own rule; with q, of every other seat's drafts."""
     accepted = []
     with_q, trees = "q" in drafts, "trees" in drafts
     pools = []
@@ -141,8 +140,8 @@ def test_verification(names: tuple[str, ...], drafts: str) -> None:
             # the likeliest tokens: others are next to never accepted
             memory.waiting_drafts.copy_(logits.view(SEATS, DRAFTS + 1, VOCAB)[:, :DRAFTS].argmax(-1))
             if trees:
-                taking = [RULES.index(rule) for rule in ON_TREES]
-                memory.told[:, LOOP] = sum(memory.state[:, RULE] == rule for rule in taking)
+                memory.told[:, LOOP] = 1
+                memory.state[::2, WAITING] = DRAFTS
                 # what the root wants is the second one
                 memory.waiting_drafts[:, 1] = memory.waiting_drafts[:, 0]
                 memory.waiting_drafts[:, 0] = 0
@@ -152,7 +151,7 @@ def test_verification(names: tuple[str, ...], drafts: str) -> None:
             if with_q:
                 memory.open_source(1, DRAFTS).copy_(q)
                 verification.open_source(1, memory.q[1])
-                memory.told[::2, SOURCE] = 1
+                memory.state[::2, SOURCE] = 1
             target = pass_rows(DRAFTS + 1, DEVICE)
             step = Deciding(SEATS, DRAFTS + 1, names, RATES, trees)
             if fused:

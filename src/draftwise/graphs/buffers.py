@@ -96,28 +96,16 @@ class PassBuffers:
         self._context, self._first_key, self._is_tree = (part.view(np.int32)[:requests] for part in host[6:])
         context, first_key, is_tree = (part.view(torch.int32)[:requests] for part in parts[6:])
         self.place, self.picks = parts[4], parts[5]  # [n] int64, of rows that count; see `fill`
-        self.batch = StepInput(
-            token_ids=parts[0],
-            positions=parts[1],
-            slots=parts[2],
-            attention=AttentionBatch(
-                query_start_np=np.arange(0, n + 1, shape.rows, dtype=np.int32),
-                context_len_np=np.zeros(requests, np.int32),
-                is_tree_np=np.zeros(requests, np.bool_),
-                block_tables_np=np.zeros((requests, 1), np.int32),
-                ancestors_np=None,
-                block_size=block_size,
-                static=StaticRows(
-                    rows=shape.rows,
-                    max_keys=shape.keys,
-                    context=context,
-                    first_key=first_key,
-                    is_tree=is_tree,
-                    tables=tables.tables[:requests],
-                    ancestors=parts[3],
-                ),
-            ),
+        static = StaticRows(
+            rows=shape.rows,
+            max_keys=shape.keys,
+            context=context,
+            first_key=first_key,
+            is_tree=is_tree,
+            tables=tables.tables[:requests],
+            ancestors=parts[3],
         )
+        self.batch = static_input(parts[0], parts[1], parts[2], block_size, static)
         self.clear()
 
     def clear(self) -> None:
@@ -189,6 +177,24 @@ class PassBuffers:
         self._device.copy_(self._host, non_blocking=True)
         self.tables.fill(attention.block_tables_np)
         return place
+
+
+def static_input(
+    token_ids: Tensor, positions: Tensor, slots: Tensor, block_size: int, static: StaticRows
+) -> StepInput:
+    """Rows [R * N] of a captured pass. Where they stand is read in ``static``; of the host's arrays only the shapes
+    count."""
+    requests = static.context.shape[0]
+    attention = AttentionBatch(
+        query_start_np=np.arange(0, requests * static.rows + 1, static.rows, dtype=np.int32),
+        context_len_np=np.zeros(requests, np.int32),
+        is_tree_np=np.zeros(requests, np.bool_),
+        block_tables_np=np.zeros((requests, 1), np.int32),
+        ancestors_np=None,
+        block_size=block_size,
+        static=static,
+    )
+    return StepInput(token_ids, positions, slots, attention)
 
 
 class PassSeats(NamedTuple):

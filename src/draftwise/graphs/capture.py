@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftwise.graphs.backend import GraphBackend
-from draftwise.graphs.buffers import PassBuffers, Shape, Tables
+from draftwise.graphs.buffers import Need, PassBuffers, Shape, Tables
 from draftwise.graphs.chains import ChainLoop
 from draftwise.graphs.loop import KINDS, Drafter, LoopMemory
 from draftwise.graphs.plans import TreePlan
 from draftwise.graphs.trees import TreeLoop
+from draftwise.types import ChainDraws, StepInput, TreeDraws
 
 
 @dataclass(frozen=True, slots=True)
 class Captures:
     """``passes``, and loops of ``steps`` drafts (0: none), or of the tree ``tree``, for the requests of ``loops``,
     whose first pass has as many rows as there; ``pieces``: numbers of rows of passes without attention, see
-    `graphs.pieces`."""
+    `graphs.pieces`. ``mask``: the token with which a draft model drafts all tokens in one pass; None: it does not."""
 
     passes: tuple[Shape, ...]
     loops: tuple[Shape, ...] = ()
     steps: int = 0
     tree: TreePlan | None = None
     pieces: tuple[int, ...] = ()
+    mask: int | None = None
 
     @property
     def max_requests(self) -> int:
@@ -84,6 +87,20 @@ class Loops:
 
     chains: list[ChainLoop]
     trees: list[TreeLoop]
+
+    def chain_for(self, batch: StepInput, steps: int, draws: ChainDraws | None) -> ChainLoop | None:
+        """The smallest one that drafts for a batch; its tensors must lie on the host."""
+        if batch.token_ids.device.type != "cpu":
+            return None
+        need = Need.of(batch)
+        return next((loop for loop in self.chains if loop.takes(need, steps, draws)), None)
+
+    def tree_for(self, batch: StepInput, draws: Sequence[TreeDraws]) -> TreeLoop | None:
+        """As `chain_for`."""
+        if batch.token_ids.device.type != "cpu":
+            return None
+        need = Need.of(batch)
+        return next((loop for loop in self.trees if loop.takes(need, draws)), None)
 
 
 def capture_loops(

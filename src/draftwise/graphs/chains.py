@@ -7,6 +7,7 @@ drafts will stand, and the uniforms of its draws. Tokens go from one pass into t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import GraphBackend
-from draftwise.graphs.buffers import Need, PassBuffers, Shape
+from draftwise.graphs.buffers import Need, PassBuffers, Shape, static_input
 from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
 from draftwise.kernels.triton.inputs import DraftSlots, NextRows, best_tokens, next_rows, sample_tokens
 from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word, uniform
-from draftwise.types import AttentionBatch, ChainDraws, StaticRows, StepInput
+from draftwise.types import ChainDraws, StepInput
 
 _BELOW_ONE = 1.0 - 2.0**-52
 
@@ -41,6 +42,8 @@ class ChainLoop(DraftLoop):
         """See `DraftLoop`."""
         super().__init__(shape, kind, steps, drafter, rows, memory, spare_slot, backend)
         self._steps = steps
+        if drafter.mask_token is not None:
+            self.masks = steps - 1
         requests, device = shape.requests, backend.device
         self._zeros = torch.zeros(requests, dtype=torch.int32, device=device)
         self._ones = torch.ones(requests, dtype=torch.int64, device=device)
@@ -55,6 +58,8 @@ class ChainLoop(DraftLoop):
     def takes(self, need: Need, steps: int, draws: ChainDraws | None) -> bool:
         """Whether it can draft for requests with this need."""
         kind = "argmax" if draws is None else draws.stream
+        if self.drafter.mask_token is not None:
+            return False  # the host makes rows of masks itself
         return steps <= self.steps and kind == self.kind and self.rows.fits(need)
 
     def run(
@@ -90,9 +95,8 @@ class ChainLoop(DraftLoop):
 
     def _run(self) -> None:
         self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
-        if self.drafter.advance is None:
-            assert self._features is not None
-            for step, logits in enumerate(self.drafter.logits(self._features)):
+        if self.drafter.advance is None or self.masks:
+            for step, logits in enumerate(self._in_one_pass()):
                 self._tokens[:, step].copy_(self._draw(logits, step))
             return
         hidden, features = self.drafter.advance(self.rows.batch, self._features)
@@ -104,6 +108,30 @@ class ChainLoop(DraftLoop):
             self._tokens[:, step].copy_(tokens)
             if step + 1 < self.steps:
                 hidden, features = self.drafter.advance(self._next(tokens, step), features)
+
+    def _in_one_pass(self) -> Tensor:
+        """Logits [steps, R, Vd] behind all drafts. Those of masks come from the rows behind a request's last token,
+        of which only place and position were filled in.
+
+        Example: 3 drafts, 6 rows each, of which two requests have filled 1 and 3: ``last`` is 0 and 8, and drafts are
+        drawn from rows 0, 1, 2 and 8, 9, 10.
+        """
+        drafter, features = self.drafter, self._features
+        if drafter.advance is None:
+            assert features is not None
+            return drafter.logits(features)
+        batch, (requests, width) = self.rows.batch, (self.shape.requests, self.shape.rows)
+        row = torch.arange(requests * width, device=self._last.device)
+        masked = row > self._last[:, None].expand(-1, width).flatten()
+        assert drafter.mask_token is not None
+        batch = replace(batch, token_ids=batch.token_ids.masked_fill(masked, drafter.mask_token))
+        if features is not None:
+            assert drafter.mask_feature is not None
+            features = torch.where(masked[:, None], drafter.mask_feature, features)
+        hidden, _ = drafter.advance(batch, features)
+        drawn_from = row[: self.steps, None] + self._last
+        logits = drafter.logits(hidden.index_select(0, drawn_from.flatten()))
+        return logits.view(self.steps, requests, -1)
 
     def _draw(self, logits: Tensor, step: int) -> Tensor:
         """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
@@ -146,29 +174,11 @@ class ChainLoop(DraftLoop):
         )
         made = next_rows if self._fused else next_rows_in_torch
         positions, slots, context = made(self._start, self._length, step, where)
-        requests = self.shape.requests
-        return StepInput(
-            token_ids=tokens,
-            positions=positions,
-            slots=slots,
-            attention=AttentionBatch(
-                query_start_np=np.arange(requests + 1, dtype=np.int32),
-                context_len_np=np.zeros(requests, np.int32),
-                is_tree_np=np.zeros(requests, np.bool_),
-                block_tables_np=np.zeros((requests, 1), np.int32),
-                ancestors_np=None,
-                block_size=size,
-                static=StaticRows(
-                    rows=1,
-                    max_keys=static.max_keys + self.steps,
-                    context=context,
-                    first_key=static.first_key,
-                    is_tree=self._zeros,
-                    tables=static.tables,
-                    ancestors=self._ones,
-                ),
-            ),
+        max_keys = static.max_keys + self.steps
+        alone = replace(
+            static, rows=1, max_keys=max_keys, context=context, is_tree=self._zeros, ancestors=self._ones
         )
+        return static_input(tokens, positions, slots, size, alone)
 
 
 def next_rows_in_torch(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> NextRows:

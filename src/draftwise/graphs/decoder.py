@@ -15,7 +15,6 @@ from torch import Tensor
 from draftwise.graphs.backend import Fence, Graph, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, PassSeats, Tables, at_rows
 from draftwise.graphs.capture import Captures, Loops, capture_loops
-from draftwise.graphs.chains import ChainLoop
 from draftwise.graphs.loop import Drafter
 from draftwise.graphs.pieces import PieceMemory, PiecewisePass, PiecewisePasses
 from draftwise.graphs.sizes import worth_filling
@@ -199,8 +198,8 @@ class GraphedDecoder(WrappedDecoder):
 
     def loop_of(self, batch: StepInput, kv: KVStorage, steps: int) -> Callable[[], None] | None:
         """The captured greedy loop for a batch, after it was run once."""
-        loop = self._loop_for(batch, kv, steps, None)
-        return None if loop is None else loop.replay_of(batch, None, steps)
+        loop = self._loops.chain_for(batch, steps, None)
+        return None if loop is None or kv is not self._kv else loop.replay_of(batch, None, steps)
 
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
         return self.inner.forward(on_device(batch, self.device), kv, capture)
@@ -213,8 +212,8 @@ class GraphedDecoder(WrappedDecoder):
         steps: int,
         draws: ChainDraws | None = None,
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
-        loop = self._loop_for(batch, kv, steps, draws)
-        if loop is None:
+        loop = self._loops.chain_for(batch, steps, draws)
+        if loop is None or kv is not self._kv:
             return None
         self._wait()
         self.num_replays += 1
@@ -223,11 +222,8 @@ class GraphedDecoder(WrappedDecoder):
     def draft_trees(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]
     ) -> Sequence[DraftedTree] | None:
-        if kv is not self._kv or batch.token_ids.device.type != "cpu":
-            return None
-        need = Need.of(batch)
-        loop = next((loop for loop in self._loops.trees if loop.takes(need, draws)), None)
-        if loop is None:
+        loop = self._loops.tree_for(batch, draws)
+        if loop is None or kv is not self._kv:
             return None
         self._wait()
         self.num_replays += 1
@@ -246,14 +242,6 @@ class GraphedDecoder(WrappedDecoder):
         if whole is None or pieces is None:
             return whole or pieces
         return whole if worth_filling(whole.rows.shape.size, pieces.rows) else pieces
-
-    def _loop_for(
-        self, batch: StepInput, kv: KVStorage, steps: int, draws: ChainDraws | None
-    ) -> ChainLoop | None:
-        if kv is not self._kv or batch.token_ids.device.type != "cpu":
-            return None
-        need = Need.of(batch)
-        return next((loop for loop in self._loops.chains if loop.takes(need, steps, draws)), None)
 
     def _wait(self) -> None:
         if self._filled is not None:
@@ -278,7 +266,11 @@ class GraphedDecoder(WrappedDecoder):
             return self.inner.forward(batch, kv).hidden, None
 
         return Drafter(
-            advance, self.inner.logits, self.config.vocab_size, max_position=self.config.max_model_len - 1
+            advance,
+            self.inner.logits,
+            self.config.vocab_size,
+            max_position=self.config.max_model_len - 1,
+            mask_token=self.captures.mask,
         )
 
     # ------------------------------------------------------------------------------- what is handed through

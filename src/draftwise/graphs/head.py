@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import GraphBackend
-from draftwise.graphs.buffers import Need, Tables
+from draftwise.graphs.buffers import Tables
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.decoder import on_device
 from draftwise.graphs.loop import Drafter
@@ -45,7 +45,7 @@ class GraphedHead(WrappedHead):
         self._kv = kv
         self._loops = Loops([], [])
         captures, backend, size = self.captures, self._backend, self._block_size
-        if not captures.loops or self.num_depths > 1 or self.mask_token is not None:
+        if not captures.loops or self.num_depths > 1:
             return
         tables = Tables(captures.max_requests, captures.max_keys, size, backend)
         self._loops = capture_loops(captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
@@ -64,11 +64,8 @@ class GraphedHead(WrappedHead):
         steps: int,
         draws: ChainDraws | None = None,
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
-        if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable():
-            return None
-        need = Need.of(batch)
-        loop = next((x for x in self._loops.chains if x.takes(need, steps, draws)), None)
-        if loop is None:
+        loop = self._loops.chain_for(batch, steps, draws)
+        if loop is None or kv is not self._kv or not self.inner.recordable():
             return None
         self.num_replays += 1
         return loop.run(batch, features, steps, draws)
@@ -81,11 +78,8 @@ class GraphedHead(WrappedHead):
         rows: Sequence[int] | None,
         draws: Sequence[TreeDraws],
     ) -> Sequence[DraftedTree] | None:
-        if kv is not self._kv or batch.token_ids.device.type != "cpu" or not self.inner.recordable():
-            return None
-        need = Need.of(batch)
-        loop = next((x for x in self._loops.trees if x.takes(need, draws)), None)
-        if loop is None:
+        loop = self._loops.tree_for(batch, draws)
+        if loop is None or kv is not self._kv or not self.inner.recordable():
             return None
         self.num_replays += 1
         return loop.run(batch, features, draws)
@@ -94,8 +88,7 @@ class GraphedHead(WrappedHead):
         self, batch: StepInput, features: Tensor, kv: KVStorage, steps: int
     ) -> Callable[[], None] | None:
         """The captured greedy loop for a batch, after it was run once: for those who measure it alone."""
-        need = Need.of(batch)
-        loop = next((x for x in self._loops.chains if x.takes(need, steps, None)), None)
+        loop = self._loops.chain_for(batch, steps, None)
         return None if loop is None or kv is not self._kv else loop.replay_of(batch, features, steps)
 
     def _drafter(self, kv: KVStorage) -> Drafter:
@@ -113,6 +106,8 @@ class GraphedHead(WrappedHead):
             target_ids=self.target_ids,
             feature_size=self.feature_size,
             dtype=self.dtype,
+            mask_token=self.mask_token,
+            mask_feature=self.mask_feature,
         )
 
     # ------------------------------------------------------------------------------- what is handed through

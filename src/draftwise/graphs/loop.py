@@ -57,7 +57,8 @@ class Drafter:
     ``advance``: None: there are no passes, and ``logits`` makes all at once, [R, F] -> [steps, R, Vd] float32, of the
     target's hidden state.
     ``position_offset``: from a row's key to its position, -1 for heads. ``target_ids`` [Vd] int64: the target's id of
-    each of its tokens; None: they are the same.
+    each of its tokens; None: they are the same. ``mask_token``: it drafts all tokens in one pass, over rows of this,
+    and of ``mask_feature`` [1, F] if it is a head; None: one after the other.
     """
 
     advance: Advance | None
@@ -68,6 +69,8 @@ class Drafter:
     target_ids: Tensor | None = None
     feature_size: int | None = None
     dtype: torch.dtype = torch.float32
+    mask_token: int | None = None
+    mask_feature: Tensor | None = None
 
 
 class LoopMemory:
@@ -107,6 +110,8 @@ class DraftLoop(ABC):
     _nodes: Tensor
     _reach: Tensor
     _form: Tensor | None = None
+    masks: int = 0
+    """Rows of masks that its first pass has behind a request's last token: all drafts come from this pass."""
 
     def __init__(
         self,

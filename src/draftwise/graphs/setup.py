@@ -53,6 +53,7 @@ def tree_plan(config: SpeculativeConfig) -> TreePlan | None:
 @dataclass(frozen=True, slots=True)
 class GraphSetup:
     """``sizes``: rows of passes to capture, see `graphs.sizes`; None: a choice. ``largest``: no pass has more.
+    ``unseen``: most drafts of a step that a drafter may not have made itself, and reads when they are accepted.
     ``planned``: what `target`, `draft_model` and `head` were asked for, by name: it is captured when storage is there.
     """
 
@@ -64,6 +65,7 @@ class GraphSetup:
     sizes: tuple[int, ...] | None = None
     largest: int | None = None
     mode: GraphMode = "full_and_piecewise"
+    unseen: int = 0
     planned: dict[str, Captures] = field(default_factory=dict)
 
     def target(self, model: DecoderModel, widths: Sequence[int]) -> DecoderModel:
@@ -76,18 +78,24 @@ class GraphSetup:
         return GraphedDecoder(model, captures, self.block_size, self.backend)
 
     def draft_model(
-        self, model: DecoderModel, steps: int, tree: TreePlan | None = None, *, shares: bool = False
+        self,
+        model: DecoderModel,
+        steps: int,
+        tree: TreePlan | None = None,
+        *,
+        shares: bool = False,
+        mask: int | None = None,
     ) -> DecoderModel:
         """A draft model with its loop captured, of ``steps`` drafts, or of a tree. It has not seen one or two tokens
-        when it begins: the root, and behind a chain that was accepted whole its last draft; behind a tree, the whole
-        accepted path. Prompts that it catches up on are passes in pieces. One that ``shares`` the target's storage has
-        seen all but the root."""
+        when it begins: the root, and behind a chain that was accepted whole its last draft; behind a tree, and behind
+        drafts that one pass over ``mask`` tokens has made, the whole accepted path. Prompts that it catches up on are
+        passes in pieces. One that ``shares`` the target's storage has seen all but the root."""
         if not capturable(model):
             return model
-        rows = 2 if tree is None else 1 + tree.levels
-        captures = self._loops(1 if shares else rows, steps, tree)
+        masked = mask is not None
+        captures = self._loops(0 if shares else steps if masked else 1, steps, tree, masked)
         if not shares:
-            captures = replace(captures, pieces=self._pieces())
+            captures = replace(captures, pieces=self._pieces(), mask=mask)
         self._plan(f"draft model {model.config.architecture}", captures)
         return GraphedDecoder(model, captures, self.block_size, self.backend)
 
@@ -95,10 +103,9 @@ class GraphSetup:
         """A draft head likewise. It has not seen the tokens of the last step: the accepted ones, and the root."""
         if not head.capturable:
             return head
-        rows = 1 + (steps if tree is None else tree.levels)
-        captures = self._loops(rows, steps, tree)
-        if head.num_depths > 1 or head.mask_token is not None:
-            captures = Captures(())  # drafts in one pass, or with another layer each time
+        captures = self._loops(steps, steps, tree, head.mask_token is not None)
+        if head.num_depths > 1:
+            captures = Captures(())  # drafts with another layer each time
         self._plan(f"head {type(head).__name__}", captures)
         return GraphedHead(head, captures, self.block_size, self.backend)
 
@@ -116,7 +123,7 @@ class GraphSetup:
             return None
         if tree is not None and tree.shape is None:
             tree = replace(tree, depth=min(tree.depth, heads.num_heads), asked=tree.depth)
-        captures = self._loops(1, steps, tree)
+        captures = self._loops(0, steps, tree)
         reach = captures.max_keys
         captures = replace(captures, loops=tuple(s for s in captures.loops if s.keys == reach))
         self._plan("Medusa heads", captures)
@@ -159,9 +166,14 @@ class GraphSetup:
             largest=self.largest,
         )
 
-    def _loops(self, rows: int, steps: int, tree: TreePlan | None = None) -> Captures:
+    def _loops(self, unseen: int, steps: int, tree: TreePlan | None = None, masked: bool = False) -> Captures:
+        """``unseen``: accepted drafts of a chain that the first pass reads, besides the root; 0: it never reads any.
+        ``masked``: masks stand behind them."""
         if self.mode in ("none", "piecewise"):
             return Captures(())
+        if unseen:
+            unseen = max(unseen if tree is None else tree.levels, self.unseen)
+        rows = 1 + unseen + (steps - 1 if masked else 0)
         steps = steps if tree is None else 0
         shapes = loop_shapes(rows=rows, max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len)
         return Captures((), shapes, steps, tree)

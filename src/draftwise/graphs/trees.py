@@ -8,21 +8,21 @@ their paths, and in the end keeps the likeliest of all candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import GraphBackend
-from draftwise.graphs.buffers import Need, PassBuffers, Shape
+from draftwise.graphs.buffers import Need, PassBuffers, Shape, static_input
 from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
 from draftwise.graphs.plans import Children, Level, TreePlan, lay_out
 from draftwise.kernels.triton.inputs import best_tokens
 from draftwise.names import SHARED
 from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word
 from draftwise.sampling.rows import top_rows
-from draftwise.types import AttentionBatch, DraftedTree, StaticRows, StepInput, TreeDraws
+from draftwise.types import DraftedTree, StepInput, TreeDraws
 
 
 class Candidates(NamedTuple):
@@ -305,25 +305,19 @@ class TreeLoop(DraftLoop):
         first_unused = self._length[:, None] * (1 if self.plan.shape is not None else n + level.start)
         counts = keys - self._start[:, None] < first_unused
         stored = counts & (at <= drafter.max_position)[:, None]
-        return StepInput(
-            token_ids=tokens.flatten(),
-            positions=positions.flatten().contiguous(),  # of one request: one number, n times
-            slots=slots.masked_fill(~stored, self._spare_slot).flatten(),
-            attention=AttentionBatch(
-                query_start_np=np.arange(0, requests * n + 1, n, dtype=np.int32),
-                context_len_np=np.zeros(requests, np.int32),
-                is_tree_np=np.ones(requests, np.bool_),
-                block_tables_np=np.zeros((requests, 1), np.int32),
-                ancestors_np=None,
-                block_size=size,
-                static=StaticRows(
-                    rows=n,
-                    max_keys=static.max_keys + 64,
-                    context=self._start.to(torch.int32),
-                    first_key=static.first_key,
-                    is_tree=self._ones,
-                    tables=static.tables,
-                    ancestors=masks.flatten(),
-                ),
-            ),
+        level_rows = replace(
+            static,
+            rows=n,
+            max_keys=static.max_keys + 64,
+            context=self._start.to(torch.int32),
+            is_tree=self._ones,
+            ancestors=masks.flatten(),
+        )
+        # of one request one position, n times
+        return static_input(
+            tokens.flatten(),
+            positions.flatten().contiguous(),
+            slots.masked_fill(~stored, self._spare_slot).flatten(),
+            size,
+            level_rows,
         )

@@ -9,7 +9,8 @@ from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
-from draftwise.graphs.seats.drafter import SeatedDrafter
+from draftwise.graphs.seats.drafter import Joined, SeatedDrafter
+from draftwise.graphs.seats.lookup import LookUp as SeatedLookUp
 from draftwise.kernels.cpu.book_drafts import ANY_LENGTH, InBooks
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.columns import (
@@ -44,6 +45,8 @@ class LookUp(Protocol):
     def remove(self, rid: int) -> None: ...
 
     def forget(self) -> None: ...
+
+    def seated(self) -> SeatedLookUp | None: ...
 
 
 class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
@@ -80,11 +83,13 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
         """Build both drafters from ``speculative_config``: see ``hybrid_drafter``."""
-        config = context.speculative
+        config, graphs = context.speculative, context.graphs
         inner = config.hybrid_drafter
         assert inner is not None, "resolved by the configuration"
         look_up = resolve_proposer(config.hybrid_lookup or "suffix").create(context)
-        model = resolve_proposer(inner.method).create(replace(context, speculative=inner))
+        if graphs is not None:
+            graphs = replace(graphs, unseen=config.num_speculative_tokens)
+        model = resolve_proposer(inner.method).create(replace(context, speculative=inner, graphs=graphs))
         return cls(
             look_up,  # type: ignore[arg-type]  # the configuration allows only those that can be looked up
             model,
@@ -198,7 +203,13 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
             self.inner.forget()
 
     def seated(self) -> SeatedDrafter | None:
-        return None  # a step that stays on the device looks nothing up
+        """The model's part, joined with the look-up's. A tree has both in a form of its own, which no loop makes."""
+        drafter, look = self.inner.seated(), self._look_up.seated()
+        if not isinstance(drafter, SeatedDrafter) or look is None or drafter.plan is not None:
+            return None
+        look = look._replace(shortest=max(look.shortest, self._min_match))
+        drafter.joined = Joined(look, self._look_up.name, self.inner.name)
+        return drafter
 
 
 def join(model: Proposal, found: Proposal, budget: int) -> Proposal:

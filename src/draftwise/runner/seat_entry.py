@@ -50,7 +50,7 @@ def entering(member: Member, place: Place, seating: Seating) -> Entering:
         sampling=row.state,
         blocks_np=row.blocks_np,
         scratch=member.scratch,
-        source=member.source,
+        source=0 if proposal.q is None else member.source,
         q=None if proposal.q is None else seating.distributions_of(way.method, proposal),
         text_np=row.tokens_np[: row.num_tokens] if way.method in seating.look_ups else None,
     )

@@ -20,7 +20,8 @@ _NOT_FINITE = "RequestError: the model's logits are not finite"
 
 @dataclass(slots=True)
 class Member:
-    """A request in its seat. ``drafts`` wait on the device, as far as the host knows, drawn from ``source``."""
+    """A request in its seat. ``drafts`` wait on the device, as far as the host knows, drawn from ``source`` unless they
+    were ``looked_up``."""
 
     row: Row
     seat: int
@@ -33,6 +34,7 @@ class Member:
     scratch: range  # of blocks behind its own
     started: bool = False  # it has taken part in a step
     accepted: int = 0  # in the newest step that was read
+    looked_up: bool = False
     failed: bool = False
 
 
@@ -74,6 +76,8 @@ def record(
     first = at.ANSWER + drafts + 1
     drafted, parents = member.drafts[:verified], member.parents[:verified]
     method = member.way.method
+    name = seating.name_of(method, member.looked_up)
+    member.looked_up = words[at.RAN] == 2
     member.drafts = tuple(words[first : first + waiting])
     fixed = seating.parents_of(method)
     member.parents = (
@@ -88,7 +92,8 @@ def record(
     member.accepted, member.fed = accepted, words[at.ANSWERED_FED]
     seated = seating.drafters.get(method)
     if seated is not None and not row.drafting_failed:  # a request that fails here leaves with the next plan
-        filled = seated.went_on(row, member.fed, waiting)
+        # a drafter has stored nothing of what was looked up
+        filled = seated.went_on(row, member.fed, 0 if member.looked_up else waiting)
         if filled is not None:
             drafting.fills.has(method, row, *filled)
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -104,7 +109,7 @@ def record(
         accepted_nodes=tuple(words[first + drafts : first + drafts + accepted]),
         draft_tokens=drafted,
         draft_parents=parents,
-        method=method,
+        method=name,
         num_proposed=waiting,
         logprobs=logprobs,
     )

@@ -29,6 +29,7 @@ class Seated:
         self.most_requests = drafter.most_requests
         self.plan = drafter.plan
         self.scratch = drafter.scratch
+        self.joined = drafter.joined
 
     @classmethod
     def of(cls, method: str, guard: Guard) -> Seated | LookUp | None:

@@ -32,7 +32,7 @@ class Way(NamedTuple):
 
 class Seating:
     """Tells ways of requests. ``drafters``: those that can draft for seats, by method; ``look_ups``: those whose drafts
-    the device finds in the text."""
+    the device finds in the text. A method may have both: what is found goes before what is drafted."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class Seating:
         found = {name: d for name, d in found.items() if d is not None and captured(1 + d.steps)}
         self.drafters: dict[str, Seated] = {n: d for n, d in found.items() if isinstance(d, Seated)}
         self.look_ups: dict[str, LookUp] = {n: d for n, d in found.items() if isinstance(d, LookUp)}
+        self.look_ups |= {n: d.joined.look for n, d in self.drafters.items() if d.joined is not None}
         self._numbers = {name: number for number, name in enumerate(self.drafters, 1)}
         self._looking = {name: number for number, name in enumerate(self.look_ups, 1)}
         self._observers = {n for n, p in proposers.items() if p.capture_layers or p.observes}
@@ -71,7 +72,7 @@ class Seating:
 
     def steps_of(self, method: str) -> int:
         """Most drafts of a method; 0: plain decoding."""
-        drafter = self.look_ups.get(method) or self.drafters.get(method)
+        drafter = self.drafters.get(method) or self.look_ups.get(method)
         return 0 if drafter is None else drafter.steps
 
     def plan_of(self, method: str) -> TreePlan | None:
@@ -86,14 +87,23 @@ class Seating:
             return tuple(range(-1, self.steps_of(method) - 1))
         return None if plan.shape is None else plan.shape.parents
 
+    def name_of(self, method: str, looked_up: bool) -> str:
+        """The method that is said to have made drafts; ``looked_up``: they were found in the text."""
+        drafter = self.drafters.get(method)
+        if drafter is None or drafter.joined is None:
+            return method
+        return drafter.joined.looked_up if looked_up else drafter.joined.drafted
+
     def proposal_of(
-        self, method: str, drafts: tuple[int, ...], parents: tuple[int, ...], q: Tensor | None
+        self, way: Way, drafts: tuple[int, ...], parents: tuple[int, ...], looked_up: bool, q: Tensor | None
     ) -> Proposal:
         """What waits of a request that leaves its seat; ``q`` [draws, V]: as `SeatedSteps.q_of`."""
+        method = way.method
+        name = self.name_of(method, looked_up)
         if q is None:
-            return Proposal(drafts, parents, method)
+            return Proposal(drafts, parents, name)
         draw: DrawKind = "independent" if self.plan_of(method) is None else "without_replacement"
-        return Proposal(drafts, parents, method, draw, q, self._rows_of_q(method)[: len(drafts)])
+        return Proposal(drafts, parents, name, draw, q, self._rows_of_q(method)[: len(drafts)])
 
     def distributions_of(self, method: str, proposal: Proposal) -> dict[int, Tensor]:
         """What the drafts of a request that takes a seat were drawn from, by row there."""
@@ -129,8 +139,6 @@ class Seating:
         plan = self.plan_of(speculation.method)
         if not _drafts(plan, speculation):
             return None
-        if plan is not None and rule in ("synthetic", "synthetic_sampled"):
-            return None
         kind: LoopKind | None = "argmax"
         if drafter is not None:
             if row.state.steers:
@@ -141,11 +149,13 @@ class Seating:
         if proposal.tokens:
             parents = self.parents_of(speculation.method)
             same = parents is None or proposal.parents == parents[: len(proposal)]
+            names = [self.name_of(speculation.method, looked_up) for looked_up in (False, True)]
+            drawn = kind == "draft" and proposal.method == names[0]
             if (
-                proposal.method != speculation.method
+                proposal.method not in names
                 or not same
                 or len(proposal) > steps
-                or (proposal.q is not None) != (kind == "draft")
+                or (proposal.q is not None) != drawn
             ):
                 return None
         return Way(speculation.method, rule, kind, shaped)

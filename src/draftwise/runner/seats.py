@@ -117,7 +117,7 @@ class Seats:
         """Capture steps of one request under the usual rules, so that all kernels are compiled; those for more are
         captured when they are needed, which takes milliseconds. False, and a warning: the device refuses it."""
         try:
-            for method in ("none", *self._seating.look_ups, *self._seating.drafters):
+            for method in dict.fromkeys(("none", *self._seating.look_ups, *self._seating.drafters)):
                 drafter = self._seating.drafters.get(method)
                 for rule in ("greedy", "coupled", "rejection"):
                     kind: LoopKind = (
@@ -174,8 +174,10 @@ class Seats:
                 row.proposal = member.before
                 continue
             if count:
-                q = self._steps.q_of(member.seat, member.source)
-                row.proposal = self._seating.proposal_of(way.method, member.drafts, member.parents, q)
+                q = self._steps.q_of(member.seat, 0 if member.looked_up else member.source)
+                row.proposal = self._seating.proposal_of(
+                    way, member.drafts, member.parents, member.looked_up, q
+                )
             seated = self._seating.drafters.get(way.method)
             if seated is not None and not row.drafting_failed:
                 number = self._seating.number_of(way.method)
@@ -272,6 +274,7 @@ class Seats:
             fed=place.fed,
             before=proposal,
             scratch=self._scratch.take(way.method),
+            looked_up=proposal.method != seating.name_of(way.method, False),
         )
         self._members[row.rid] = member
         coming.append((row.rid, entering(member, place, seating)))
@@ -330,11 +333,10 @@ class Seats:
                     planned.num_draft,
                     planned.draft_budget,
                     number,
-                    member.source,
                     look,
                 )
             else:  # the scheduler may not know that its drafter failed
-                row_np[: at.TOLD] = (row.max_total, 0, 0, 0, 0, 0)
+                row_np[: at.TOLD] = (row.max_total, 0, 0, 0, 0)
             # no new block is said by the first page, as it is
             row_np[at.TOLD + pages :] = row.blocks_np[0]
             first = self._fresh.get(planned.rid)  # a new request has its whole table
@@ -356,7 +358,7 @@ class Seats:
         drafting = [way for way in ways if way[0] in seating.drafters]
         looking = [
             (seating.look_of(method), seating.look_ups[method])
-            for method, _ in ways
+            for method in dict.fromkeys(method for method, _ in ways)
             if method in seating.look_ups
         ]
         for found in self._passes[width]:

@@ -26,6 +26,8 @@ from tests.fakes.fuzz.world import World
 SEATED = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "early_exit", "ngram", "suffix")
 """Methods that draft for seats; plain decoding has seats, too."""
 TREES = frozenset(SEATED[:6])
+JOINED = frozenset(SEATED[:6])
+"""Those that have a look-up beside them at times (method ``hybrid``), where they draft chains."""
 
 
 def make_seated_case(seed: int, world: World) -> Case:
@@ -46,6 +48,15 @@ def make_seated_case(seed: int, world: World) -> Case:
             spec["num_speculative_tokens"] = rng.choice([1, 2, 3, 5])
         if spec["method"] in ("draft_model", "eagle3") and rng.random() < 0.15:
             spec["max_model_len"] = rng.randint(12, 40)
+    others = random.Random(f"others {seed}")
+    for i, method in enumerate(chosen):
+        if not trees and method in ("draft_model", "eagle3") and others.random() < 0.3:
+            (one_pass,) = (spec for spec in world.families["other forms"] if spec["method"] == method)
+            own = ("num_speculative_tokens", "max_model_len")
+            specs[i] = one_pass | {name: specs[i][name] for name in own if name in specs[i]}
+    if not trees and chosen[0] in JOINED and others.random() < 0.4:
+        hybrid = entries["hybrid"] | {"hybrid_drafter": specs[0], "hybrid_min_match": 2}
+        chosen[0], specs[0] = "hybrid", hybrid | {"hybrid_lookup": others.choice(["suffix", "ngram"])}
     options = {k: v for k, v in case.options.items() if k != "quantization"} | {
         "dtype": "float32",
         "kv_cache_dtype": "auto",
@@ -97,6 +108,9 @@ def pretended_device() -> Iterator[Counter[str]]:
                 way = member.way
                 plan = self._seating.plan_of(way.method)
                 kind = "chain" if plan is None else "tree" if plan.shape is not None else "growing"
+                seated = self._seating.drafters.get(way.method)
+                if seated is not None and seated._drafter._loops[0].masks:
+                    kind = "masks"
                 counts.update([f"{way.method} {kind}", way.rule, *way.shaped])
         return flight
 

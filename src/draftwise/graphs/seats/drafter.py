@@ -11,10 +11,19 @@ from torch import Tensor
 from draftwise.graphs.capture import Loops
 from draftwise.graphs.loop import DraftLoop, LoopKind
 from draftwise.graphs.plans import TreePlan
+from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.graphs.trees import TreeLoop
 from draftwise.sampling.draw import POINT_MASS_RULES, DraftSampleMethod
 from draftwise.types import IntArray
+
+
+class Joined(NamedTuple):
+    """A look-up that is asked before a drafter, and what drafts of each are named: see `propose.hybrid`."""
+
+    look: LookUp
+    looked_up: str
+    drafted: str
 
 
 class Place(NamedTuple):
@@ -32,7 +41,10 @@ def seat_loops(loops: Loops) -> Sequence[DraftLoop]:
 
 
 class SeatedDrafter(ABC):
-    """One drafter's part. While a request has a seat, no other drafter drafts for it."""
+    """One drafter's part. While a request has a seat, no other drafter drafts for it, but a look-up may (``joined``):
+    its drafts take the place of the drafter's, which has drafted them in vain."""
+
+    joined: Joined | None = None
 
     def __init__(
         self,
@@ -50,8 +62,9 @@ class SeatedDrafter(ABC):
 
     @property
     def steps(self) -> int:
-        """Drafts of its loops."""
-        return self._loops[0].steps
+        """Most drafts of a request."""
+        most = self._loops[0].steps
+        return most if self.joined is None else max(most, self.joined.look.steps)
 
     @property
     def draws(self) -> int:
@@ -63,6 +76,16 @@ class SeatedDrafter(ABC):
         """The tree of its loops; None: chains."""
         loop = self._loops[0]
         return loop.plan if isinstance(loop, TreeLoop) else None
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a request that it may read at once."""
+        return self._loops[0].shape.rows - self._loops[0].masks
+
+    @property
+    def keeps_drafts(self) -> bool:
+        """Whether drafts that it has fed stay stored until they are accepted."""
+        return self.plan is None and not self._loops[0].masks
 
     @property
     def most_requests(self) -> int:

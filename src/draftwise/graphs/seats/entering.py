@@ -72,6 +72,7 @@ class Entries:
                 RULES.index(new.rule),
                 new.first_key,
                 *numbers_of(state),
+                new.source,
             )
             state_np[STATE:] = 0
             state_np[STATE : STATE + len(new.drafts)] = new.drafts

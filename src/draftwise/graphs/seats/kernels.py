@@ -67,9 +67,7 @@ def begin(memory: SeatMemory, batch: StepInput, spare_slot: int, verification: S
         memory.forms,
         verification.batch.table,
         verification.sources,
-        memory.state.stride(0),
         memory.told.stride(0),
-        memory.tables.stride(0),
         memory.tables.shape[1],
         spare_slot,
         memory.drafts,
@@ -117,8 +115,8 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     nothing = memory.now  # where there is no drafter, nothing is written to it
     first = [nothing] * 13
     ends = nothing
-    table_stride = num_pages = draws = rows = levels = number = max_len = spare_slot = spare_block = 0
-    drafter = kind = 0
+    num_pages = draws = rows = levels = number = max_len = spare_slot = spare_block = 0
+    source = drafter = kind = 0
     if loop is not None:
         seats, batch = loop.seats, loop.batch
         static = static_of(batch)
@@ -137,15 +135,11 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
             seats.nodes,
             seats.reach,
         ]
-        table_stride, num_pages = static.tables.stride(0), static.tables.shape[1]
+        num_pages = static.tables.shape[1]
         draws, rows, levels = seats.noise.shape[1], static.rows, len(seats.reach) - 1
         assert seats.noise.is_contiguous()
-        number, max_len, spare_slot, spare_block = (
-            loop.number,
-            loop.max_len,
-            loop.spare_slot,
-            loop.spare_block,
-        )
+        number, max_len, spare_slot = loop.number, loop.max_len, loop.spare_slot
+        spare_block, source = loop.spare_block, loop.source
         drafter, kind = 1 + loop.head, _KINDS[loop.kind]
         ends = nothing if loop.ends is None else loop.ends
     device.advance_rows[(count,)](
@@ -156,10 +150,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         memory.answer,
         *first,
         ends,
-        memory.state.stride(0),
         memory.told.stride(0),
-        memory.answer.stride(0),
-        table_stride,
         num_pages,
         draws,
         memory.drafts,
@@ -168,6 +159,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         max_len,
         spare_slot,
         spare_block,
+        source,
         DRAFTER=drafter,
         TREE=0 if loop is None else SHAPES.index(loop.shape),
         KIND=kind,
@@ -199,9 +191,7 @@ def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
         memory.answer,
         memory.own_forms,
         drafted.stride(0),
-        memory.state.stride(0),
         memory.told.stride(0),
-        memory.answer.stride(0),
         memory.drafts,
         drafted.shape[1],
         loop.number,
@@ -225,9 +215,7 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
         memory.answer,
         text,
         past if look.past else text,
-        memory.state.stride(0),
         memory.told.stride(0),
-        memory.answer.stride(0),
         text.stride(0),
         len(past),
         memory.drafts,

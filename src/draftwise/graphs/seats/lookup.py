@@ -19,6 +19,9 @@ from draftwise.graphs.seats.memory import (
     KNOWN,
     LIMIT,
     LOOK,
+    RAN,
+    SOURCE,
+    STORED,
     WAITING,
     SeatMemory,
 )
@@ -60,10 +63,11 @@ class _Places(NamedTuple):
 def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     """Write down what was committed of the seats with this look-up, and look for how it goes on.
 
-    It comes behind `rows.advance`. Done twice, it does the same: the text is written where it was.
+    It comes behind `rows.advance`, and behind the loops: what it finds takes the place of what a loop has drafted. Done
+    twice, it does the same: the text is written where it was.
 
     Args:
-        memory: see there; ``text``, drafts that wait in ``state``, and drafts in ``answer`` are written.
+        memory: see there; ``text`` is written, the new drafts in ``state`` and ``answer``, and what is said of them.
         count: R.
         number: of the look-up, in column `LOOK`.
         look: see there.
@@ -106,19 +110,25 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     best = torch.maximum(found.best, other.best) if look.past else found.best
     wanted = torch.where(best > 0, torch.minimum(wanted, allowed).clamp(min=0), 0)
     wanted = torch.minimum(wanted, (tokens >= 0).long().cumprod(1).sum(1))
-    copied = wanted  # all of them are written down, and the last ones do not count
     if look.least is not None:
         kept = _frequent(found, tokens, look.least)
         if look.past:
             kept = torch.where(better, _frequent(other, tokens, look.least), kept)
         wanted = torch.minimum(wanted, kept)
-    state[:, WAITING].copy_(torch.where(mine, wanted, state[:, WAITING]))
-    answered = memory.answer[:count, ANSWERED_WAITING]
-    answered.copy_(torch.where(mine, wanted, answered))
+    # where nothing is found, what a loop has drafted waits
+    takes, answer = mine & (wanted > 0), memory.answer[:count]
+    for column, value in (
+        (state[:, WAITING], wanted),
+        (state[:, STORED], 0),
+        (state[:, SOURCE], 0),
+        (answer[:, RAN], 2),
+        (answer[:, ANSWERED_WAITING], wanted),
+    ):
+        column.copy_(torch.where(takes, value, column))
     first = ANSWER + drafts + 1
-    told_back = memory.answer[:count, first : first + drafts]
-    for place, length in ((memory.waiting_drafts[:count], copied), (told_back, wanted)):
-        place.copy_(torch.where(mine[:, None] & (draft < length[:, None]), tokens.long(), place))
+    told_back = answer[:, first : first + drafts]
+    for place in (memory.waiting_drafts[:count], told_back):
+        place.copy_(torch.where(takes[:, None] & (draft < wanted[:, None]), tokens.long(), place))
 
 
 def _search(tokens: Tensor, stop: Tensor, filled: Tensor, ends: Tensor, shortest: int) -> _Places:

@@ -30,19 +30,19 @@ LOG_MIN_P = 12
 PRESENCE = 13
 FREQUENCY = 14
 REPETITION = 15
-STATE = 16  # the drafts follow
+SOURCE = 16  # number of the memory with what the waiting drafts were drawn from; 0: they are point masses
+STATE = 17  # the drafts follow
 
 # columns of what a step is told
 LIMIT = 0  # tokens at which the request ends; 0: it takes no part
 NODES = 1  # drafts to verify, at most
 BUDGET = 2  # to make
 LOOP = 3  # number of the draft loop that makes them; 0: none
-SOURCE = 4  # number of the memory with what the waiting drafts were drawn from; 0: they are point masses
-LOOK = 5  # number of the look-up that finds them; 0: none
-TOLD = 6  # numbers of pages of the block table follow, and then their blocks
+LOOK = 4  # number of the look-up whose drafts go before the loop's; 0: none
+TOLD = 5  # numbers of pages of the block table follow, and then their blocks
 
 # columns of what a step answers
-RAN = 0  # 1: it took part
+RAN = 0  # 1: it took part; 2: and a look-up has found the new drafts
 VERIFIED = 1  # drafts
 ACCEPTED = 2
 ANSWERED_KNOWN = 3  # KNOWN, WAITING and FED after it
@@ -93,7 +93,7 @@ class Limits:
 class SeatMemory:
     """Tensors of S seats with up to K drafts each. They stay where they are, for graphs are captured on them.
 
-    ``state`` [S, 16 + K] int64; ``tables`` [S, blocks] int32; ``told`` [S, 6 + 2 P] int64, what the host says of a
+    ``state`` [S, 17 + K] int64; ``tables`` [S, blocks] int32; ``told`` [S, 5 + 2 P] int64, what the host says of a
     step; ``now`` [S, 2] int64, of the step that runs: whether a seat takes part, and its drafts; ``walk``, of S + 1:
     what it commits (the last one is nobody's); ``answer`` [S, 6 + 4 K + 1] int64, what the host is told; ``text``
     [S, tokens of a table + 1] int32, all known tokens of whoever looks up in them; ``past`` [P] int32, outputs of

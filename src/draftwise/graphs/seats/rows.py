@@ -31,6 +31,7 @@ from draftwise.graphs.seats.memory import (
     ROOT,
     SAMPLE,
     SEED,
+    SOURCE,
     STORED,
     TOLD,
     VERIFIED,
@@ -41,9 +42,10 @@ from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.noise import device_keys, uniforms_of_keys
 from draftwise.types import StaticRows, StepInput
 
-DraftShape = Literal["chain", "static", "dynamic"]
-SHAPES: Final[tuple[DraftShape, ...]] = ("chain", "static", "dynamic")
-"""How the drafts of a loop stand: one below the other, or in a tree, which is the same for all requests or not."""
+DraftShape = Literal["chain", "static", "dynamic", "masked"]
+SHAPES: Final[tuple[DraftShape, ...]] = ("chain", "static", "dynamic", "masked")
+"""How the drafts of a loop stand: one below the other, or in a tree, which is the same for all requests or not; masked:
+one below the other, all from one pass."""
 
 
 class LoopRows(NamedTuple):
@@ -51,10 +53,9 @@ class LoopRows(NamedTuple):
 
     ``max_len``: no token at this position or later is fed to the drafter. ``head``: its rows are those of the committed
     tokens, at positions one less than their keys; else it is a draft model, which has read all but one or two of the
-    known tokens. ``shape``: see `SHAPES`; of a tree no draft stays stored, so that it has read none of those that a
-    step commits. ``ends``
-    [R * rows] int64, of heads, written: the block of which a row of the target's pass is the last token;
-    ``spare_block`` of rows that are none.
+    known tokens. ``shape``: see `SHAPES`; drafts of a chain alone stay stored, and of others all that a step commits
+    is read again. ``ends`` [R * rows] int64, of heads, written: the block of which a row of the target's pass is the
+    last token; ``spare_block`` of rows that are none. ``source``: of its drafts, see `memory.SOURCE`.
     """
 
     number: int
@@ -67,6 +68,7 @@ class LoopRows(NamedTuple):
     shape: DraftShape = "chain"
     ends: Tensor | None = None
     spare_block: int = 0
+    source: int = 0
 
 
 def begin(memory: SeatMemory, batch: StepInput, spare_slot: int) -> None:
@@ -132,7 +134,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         static = static_of(batch)
         width = static.rows
         if loop.head:
-            first, count_of, rows = known, accepted + drafts_on, tokens[:, :width]
+            first, count_of = known, accepted + drafts_on
             if loop.ends is not None:
                 _ends(memory, known, accepted, live, loop)
             fed = torch.where(live & (fed == known), after - (~drafts_on).long(), fed)
@@ -141,20 +143,22 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
             # one row: of a drafter that has no storage
             first = after - 1 if width == 1 else torch.minimum(fed, after - 1)
             count_of = (after - first) * drafts_on
-            behind = first[:, None] - known[:, None] + torch.arange(width, device=state.device)
-            rows = tokens.gather(1, behind.clamp(0, drafts))
-            rows = torch.where(behind < 0, old_root[:, None], rows)
             fed = torch.where(drafts_on, after, fed)
         row = torch.arange(width, device=state.device)
-        real = live[:, None] & (row < count_of[:, None])
         keys = first[:, None] + row
+        behind = keys - known[:, None]
+        rows = tokens.gather(1, behind.clamp(0, drafts))
+        rows = torch.where(behind < 0, old_root[:, None], rows)
+        rows = torch.where(row < count_of[:, None], rows, 0)
+        masks = (wanted - 1).clamp(min=0) if loop.shape == "masked" else 0
+        real = live[:, None] & (row < (count_of + masks)[:, None])
         _put(batch, memory, rows, keys, keys - int(loop.head), real, static.tables, loop.spare_slot)
         # rows that fill up must see some key: of nothing no distribution can be made
         first_key = state[:, FIRST_KEY]
         static.first_key.copy_(first_key)
         static.context.copy_(torch.where(live & (count_of > 0), first, first_key))
         slot = torch.arange(len(after), device=state.device)
-        seats.last.copy_(slot * width + torch.where(drafts_on, count_of - 1, 0))
+        seats.last.copy_(slot * width + (count_of - 1).clamp(min=0))
         seats.start.copy_(torch.where(drafts_on, after, first_key))
         seats.length.copy_(reach * drafts_on if loop.shape == "dynamic" else wanted)
         _noise(memory, loop, after)
@@ -165,6 +169,8 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     chain = loop is None or loop.shape == "chain"
     stored = (wanted - 1).clamp(min=0) if chain else torch.zeros_like(wanted)
     state[:, STORED].copy_(torch.where(live, stored, state[:, STORED]))
+    source = 0 if loop is None else loop.source
+    state[:, SOURCE].copy_(torch.where(live, source, state[:, SOURCE]))
     answer = memory.answer[:count]
     told_back = torch.stack((live.long(), now[:, 1], accepted, after, wanted, fed), dim=1)
     told_back = torch.cat((told_back, tokens), dim=1)
@@ -265,6 +271,6 @@ def _noise(memory: SeatMemory, loop: LoopRows, after: Tensor) -> None:
     base = after[:, None]
     places, nodes = base + loop.seats.depths, loop.seats.nodes
     keys = device_keys(SHARED if loop.kind == "shared" else DRAFT, seeds, samples, places, nodes, base)
-    if loop.kind == "draft" and loop.shape == "chain":
+    if loop.kind == "draft" and loop.shape in ("chain", "masked"):
         keys = uniforms_of_keys(keys).view(torch.int64)
     noise.copy_(keys)

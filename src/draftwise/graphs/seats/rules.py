@@ -1,6 +1,5 @@
 """Verification of a step of seats in plain torch, without a value read on the host. The rules are those of `verify`,
-which has their papers: synthetic ones on chains, the others on chains and trees. On Triton `graphs.seats.kernels`
-stands for it.
+which has their papers. On Triton `graphs.seats.kernels` stands for it.
 
 Sums over the vocabulary are torch's own: a draw by inverse CDF may differ from `sampling.draw.pick`'s by rounding.
 """
@@ -57,7 +56,7 @@ class _Numbers:
 
 
 class _Step:
-    """The seats of a step: ``state`` [R, 16 + K], ``nodes`` [R] and ``drafts`` [R, N - 1] that are verified, and
+    """The seats of a step: ``state`` [R, 17 + K], ``nodes`` [R] and ``drafts`` [R, N - 1] that are verified, and
     ``numbers`` of its draws."""
 
     def __init__(self, memory: SeatMemory, step: Deciding) -> None:
@@ -65,7 +64,7 @@ class _Step:
         self.state = memory.state[:count]
         self.nodes = memory.now[:count, 1]
         self.drafts = memory.waiting_drafts[:count, : step.rows - 1]
-        self.sources = memory.told[:count, SOURCE]
+        self.sources = self.state[:, SOURCE]
         forms = memory.forms_of(count)[..., : step.rows]
         self.depths, self.parents = forms[:, 0], forms[:, 2, 1:]  # of rows [R, N], and drafts [R, N - 1]
         self.branched, self.q_rows = memory.branched(count), forms[:, 4, 1:]  # [R], [R, N - 1]
@@ -93,20 +92,19 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, counters: Tensor)
         mine = now.state[:, RULE] == RULES.index(rule)
         if rule in ("greedy", "coupled"):
             wanted = _best(scores if rule == "greedy" else scores + _shared_noise(now, counters))
-            stay, follows, found = _walk(now, wanted)
-            path[:, : width - 1] = torch.where(mine[:, None], found, path[:, : width - 1])
+            found = _walk(now, wanted)
         elif rule in ("synthetic", "synthetic_sampled"):
-            stay, follows = _synthetic(now, scores, step.rates, sampled=rule != "synthetic")
+            found = _synthetic(now, scores, step.rates, sampled=rule != "synthetic")
         else:
             p = scores.softmax(-1) if p is None else p
-            stay, follows = _sampled(memory, now, p, block=rule == "block")
+            found = *_sampled(memory, now, p, block=rule == "block"), path[:, : width - 1]
             if step.trees:
-                mine = mine & ~now.branched
-                kept, last = torch.where(mine, stay, kept), torch.where(mine, follows, last)
-                mine = now.branched & (now.state[:, RULE] == RULES.index(rule))
-                stay, follows, found = _rejected_trees(memory, now, p)
-                path[:, : width - 1] = torch.where(mine[:, None], found, path[:, : width - 1])
+                trees, branched = _rejected_trees(memory, now, p), now.branched
+                stay, follows = (torch.where(branched, trees[i], found[i]) for i in range(2))
+                found = stay, follows, torch.where(branched[:, None], trees[2], found[2])
+        stay, follows, nodes = found
         kept, last = torch.where(mine, stay, kept), torch.where(mine, follows, last)
+        path[:, : width - 1] = torch.where(mine[:, None], nodes, path[:, : width - 1])
     packed = memory.walk.packed[:count]
     packed[:, 0].copy_(kept)
     packed[:, 1 : 1 + drafts].copy_(path)
@@ -156,14 +154,20 @@ def _shared_noise(now: _Step, counters: Tensor) -> Tensor:
     return gumbel_of_keys(keys.flatten(), counters).view(*depths.shape, -1)
 
 
-def _synthetic(now: _Step, scores: Tensor, rates: Sequence[float], *, sampled: bool) -> tuple[Tensor, Tensor]:
-    numbers, nodes = now.numbers, now.nodes
+def _synthetic(
+    now: _Step, scores: Tensor, rates: Sequence[float], *, sampled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_walk`: first children stay while u is below the rate of their depth; rates fall."""
+    numbers, path = now.numbers, torch.zeros_like(now.drafts)
     u = numbers.accept(torch.full_like(numbers.base, -1), torch.zeros_like(numbers.base))  # [R, 1]
-    kept = torch.zeros_like(nodes)
-    for i, rate in enumerate(rates[: scores.shape[1] - 1]):
-        kept = kept + ((u[:, 0] < rate) & (nodes > i)).long()
-    p = _row(scores, kept).softmax(-1)
-    return kept, _pick(p, numbers.recover(kept)) if sampled else _best(p)
+    deepest = sum((u[:, 0] < rate).long() for rate in rates)
+    kept, node = torch.zeros_like(now.nodes), torch.full_like(now.nodes, -1)
+    for i in range(path.shape[1]):
+        stays = (now.parents[:, i] == node) & (now.nodes > i) & (kept < deepest)
+        path.scatter_(1, kept[:, None], torch.where(stays[:, None], i, path.gather(1, kept[:, None])))
+        kept, node = kept + stays, torch.where(stays, i, node)
+    p = _row(scores, node + 1).softmax(-1)
+    return kept, _pick(p, numbers.recover(kept, node)) if sampled else _best(p), path
 
 
 def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from draftwise.graphs.seats.entering import Entering, Entries
 from draftwise.graphs.seats.kernels import SeatVerification
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import TEMPERATURE, SeatMemory
-from draftwise.graphs.seats.rows import LoopRows
+from draftwise.graphs.seats.rows import DraftShape, LoopRows
 from draftwise.graphs.seats.rules import Deciding, verify
 from draftwise.graphs.seats.shaping import LOGPROBS, Shaping
 from draftwise.graphs.seats.texts import Texts
@@ -118,7 +118,7 @@ class SeatedSteps:
     # -------------------------------------------------------------------------------------------- host side
 
     def told(self) -> npt.NDArray[np.int64]:
-        """[S, 6 + 2 P] for the coming step, to be filled in whole: see `memory`."""
+        """[S, 5 + 2 P] for the coming step, to be filled in whole: see `memory`."""
         told: npt.NDArray[np.int64] = self._told[self._turn].numpy().reshape(self.memory.seats, -1)
         return told
 
@@ -284,6 +284,9 @@ class SeatedSteps:
     def _loop_rows(self, seated: SeatedLoop, ends: Tensor | None = None) -> LoopRows:
         drafter = seated.drafter
         loop, kept = drafter.loop, drafter.block_features
+        shape: DraftShape = "masked" if loop.masks else "chain"
+        if isinstance(loop, TreeLoop):
+            shape = "dynamic" if loop.plan.shape is None else "static"
         return LoopRows(
             seated.number,
             loop.seats,
@@ -292,9 +295,10 @@ class SeatedSteps:
             drafter.max_len,
             drafter.spare_slot,
             drafter.head is not None,
-            "chain" if not isinstance(loop, TreeLoop) else "dynamic" if loop.plan.shape is None else "static",
+            shape,
             ends,
             0 if kept is None else kept.shape[0] - 1,
+            seated.source if loop.kind == "draft" else 0,
         )
 
     def _advance(self, target: PassSeats, seated: SeatedLoop) -> None:
@@ -309,12 +313,12 @@ class SeatedSteps:
             assert seats.features is not None
             ends = torch.empty(loop.shape.size, dtype=torch.int64, device=memory.device)
             # row j of a seat is token known + j, with what the target computed when it read the one before
-            width = loop.shape.rows
+            width = min(loop.shape.rows, shape.rows)
             combined = head.combine(target.output, slice(0, shape.size))
             at = memory.committed_rows(count, shape.rows)[:, :width, None]
             combined = combined.view(count, shape.rows, -1)
             combined = combined.gather(1, at.expand(-1, -1, combined.shape[2]))
-            seats.features.view(count, width, -1).copy_(combined)
+            seats.features.view(count, loop.shape.rows, -1)[:, :width].copy_(combined)
             self._keep_features(seated, combined)
         elif seats.features is not None:
             read = memory.committed_rows(count, shape.rows).gather(

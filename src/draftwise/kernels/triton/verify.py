@@ -211,7 +211,7 @@ def reject_trees(p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk) -> N
 def keep_at_rates(
     logits: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, rates: Tensor, *, sampled: bool
 ) -> None:
-    """Rule ``synthetic`` on chains; arguments as in `walk_trees`.
+    """Rule ``synthetic``; arguments as in `walk_trees`.
 
     Args:
         rates: [n] float64, see `verify.rates`.
@@ -259,7 +259,6 @@ def keep_at_rates(
         parts,
         SAMPLED=sampled,
         PARTS_PAD=power_of_two(parts),
-        BLOCK=power_of_two(nodes + 1),
         **LAUNCH,
     )
     if sampled:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Self, cast
 
-from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.propose.base import ProposerContext
 from draftwise.propose.models.parallel import ParallelDraftProposer
 from draftwise.propose.models.proposer import ModelProposer
@@ -20,6 +19,3 @@ class DraftModelProposer(ModelProposer):
         if context.speculative.parallel_drafting and cls is DraftModelProposer:
             return cast(Self, ParallelDraftProposer.create(context))
         return super().create(context)
-
-    def seated(self) -> SeatedDrafter | None:
-        return None if self._carried is not None else self._seated_model()

@@ -9,7 +9,6 @@ from typing import ClassVar, Self
 
 from draftwise.errors import ConfigError
 from draftwise.graphs.decoder import GraphedDecoder
-from draftwise.graphs.seats.drafter import SeatedDrafter
 from draftwise.kv.storage import KVStorage
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.models.proposer import ModelProposer
@@ -93,6 +92,3 @@ class EarlyExitProposer(ModelProposer):
         self._storage = storage
         if isinstance(self._model, GraphedDecoder):
             self._model.prepare(storage)
-
-    def seated(self) -> SeatedDrafter | None:
-        return self._seated_model()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from draftwise.config.heads import mask_token_of
+from draftwise.config.methods import read_config
 from draftwise.errors import ConfigError
 from draftwise.models.base import DecoderModel
 from draftwise.propose.base import ProposerContext
@@ -40,8 +42,11 @@ def load_draft_model(context: ProposerContext) -> DecoderModel:
             f"one of {context.vocab_size}; they must be the same (or use_heterogeneous_vocab given)"
         )
     elif context.graphs is not None:
+        mask = None
+        if config.parallel_drafting:
+            mask = mask_token_of(read_config(config.model, config.revision) or {})
         model = context.graphs.draft_model(
-            model, config.num_speculative_tokens, context.graphs.tree_of(config)
+            model, config.num_speculative_tokens, context.graphs.tree_of(config), mask=mask
         )
     return model
 

@@ -329,11 +329,10 @@ class ModelProposer(ModelPasses, ColumnDrafter):
             shares=not self.has_storage,
         )
 
-    def _seated_model(self) -> SeatedModel | None:
-        """The model's part; None: nothing is captured of it."""
+    def seated(self) -> SeatedModel | None:
         model = self._model
         loops = seat_loops(model.loops) if isinstance(model, GraphedDecoder) else ()
-        if not loops:
+        if not loops or self._carried is not None:
             return None
         assert self._storage is not None, "allocate comes first"
         return SeatedModel(

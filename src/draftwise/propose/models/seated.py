@@ -53,10 +53,10 @@ class SeatedModel(SeatedDrafter):
         return filled
 
     def place(self, rid: int, known: int, filled: int, stored: int, drafts: int) -> Place | None:
-        # a chain's loop reads one or two tokens: behind one that is accepted whole its last draft, and the root
-        if filled == known:
-            return Place(filled, stored if drafts else 0, 0)
-        return Place(filled, 0, 0) if filled == known - 1 and not drafts else None
+        # the loop reads what a step accepts, unless it is stored, and the root
+        accepted = drafts if self.plan is None else min(drafts, self.plan.levels)
+        unseen = known - filled + accepted - stored
+        return Place(filled, stored, 0) if filled >= known - 1 and unseen < self.rows else None
 
     def went_on(self, rid: int, fed: int, drafts: int) -> tuple[int, int]:
-        return fed, max(drafts - 1, 0) if self.plan is None else 0
+        return fed, max(drafts - 1, 0) if self.keeps_drafts else 0

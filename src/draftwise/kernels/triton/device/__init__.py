@@ -1,6 +1,6 @@
 """Functions that run on the device, for Triton's compiler or interpreter. The modules one level up launch them.
 
 The compiler makes code of its own for each alignment of a pointer and for whole numbers that are 1 or multiples of 16.
-Where that gains nothing (``do_not_specialize``: numbers of requests, nodes and parts, and pointers into tables of a
-batch), it is told not to: a request would wait seconds for code that differs in nothing.
+Where that gains nothing (numbers of requests, nodes and parts, and pointers into tables of a batch), `compiled.kernel`
+tells it not to: a request would wait seconds for code that differs in nothing.
 """

@@ -1,12 +1,12 @@
 """Paged attention for ragged batches. Launched by `kernels.triton.attention`, which documents the arguments' shapes."""
 
-import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.compiled import kernel
 from draftwise.kernels.triton.device.fp8 import from_fp8
 
 
-@triton.jit(do_not_specialize_on_alignment=["masks", "row_request", "query_start", "context", "is_tree"])
+@kernel("positions", "paths")
 def tree_rows(masks, row_request, query_start, context, is_tree, positions, paths):
     """Per row: its position, and for a row of a tree its path: paths[row, d] = the d-th set bit of its mask.
 
@@ -28,18 +28,7 @@ def tree_rows(masks, row_request, query_start, context, is_tree, positions, path
     tl.store(positions + row, tl.where(tree != 0, ctx + depth, ctx + row - start))
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "row_base", "num_slots", "window"],
-    do_not_specialize_on_alignment=[
-        "tables",
-        "tasks",
-        "context",
-        "first_key",
-        "is_tree",
-        "positions",
-        "paths",
-    ],
-)
+@kernel("q", "kv", "scales", "part_acc", "part_max", "part_sum", "q_stride", "scale", "softcap")
 def partial_attention(
     q,
     kv,
@@ -199,9 +188,7 @@ def partial_attention(
             tl.store(part_acc + at_acc, acc, mask=live[:, None] & in_dim[None, :])
 
 
-@triton.jit(
-    do_not_specialize=["row_base", "num_slots", "window"], do_not_specialize_on_alignment=["positions"]
-)
+@kernel("part_acc", "part_max", "part_sum", "sinks", "out")
 def combine_partitions(
     part_acc,
     part_max,

@@ -4,6 +4,8 @@ arguments are; ``walk`` is that of `.verify`."""
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.compiled import kernel
+
 
 @triton.jit
 def residual(row, q_at, left_out, scale, v, end):
@@ -16,7 +18,7 @@ def residual(row, q_at, left_out, scale, v, end):
     return whole, tl.where(v == left_out, 0.0, rest)
 
 
-@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["ends", "end_numbers", "masses"])
+@kernel("p", "scratch", "vocab")
 def residual_masses(
     p, scratch, ends, end_numbers, masses, vocab, num_parts, PART: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -41,10 +43,7 @@ def residual_masses(
     tl.store(to + 1, whole_total)
 
 
-@triton.jit(
-    do_not_specialize=["num_nodes", "num_parts"],
-    do_not_specialize_on_alignment=["ends", "end_numbers", "masses", "members", "walk"],
-)
+@kernel("p", "scratch", "vocab")
 def draw_last(
     p,
     scratch,

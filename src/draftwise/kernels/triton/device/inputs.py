@@ -1,24 +1,13 @@
 """Rows of a drafter's passes, made from what only the device knows. Launched by `..inputs`, which says what the
 arguments are."""
 
-import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.compiled import kernel
 from draftwise.kernels.triton.device.noise import gumbel
 
 
-@triton.jit(
-    do_not_specialize=[
-        "requests",
-        "step",
-        "table_stride",
-        "num_pages",
-        "offset",
-        "max_position",
-        "spare_slot",
-    ],
-    do_not_specialize_on_alignment=["start", "length", "tables", "positions", "slots", "context"],
-)
+@kernel()
 def next_rows(
     start,
     length,
@@ -50,10 +39,7 @@ def next_rows(
     tl.store(context + r, key.to(tl.int32), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["key_stride", "num_parts"],
-    do_not_specialize_on_alignment=["scales", "keys", "values", "tokens", "sums"],
-)
+@kernel("logits", "ids", "vocab", "stride")
 def part_of_best(
     logits,
     scales,
@@ -100,10 +86,7 @@ def part_of_best(
         tl.store(tokens + at + k, found)
 
 
-@triton.jit(
-    do_not_specialize=["num_parts"],
-    do_not_specialize_on_alignment=["values", "tokens", "sums", "out_values", "out_tokens", "totals"],
-)
+@kernel("ids")
 def best_of_all(
     values,
     tokens,
@@ -146,9 +129,7 @@ def best_of_all(
             tl.store(out_tokens + row * K + k, found.to(tl.int64))
 
 
-@triton.jit(
-    do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["scales", "tops", "sums", "masses"]
-)
+@kernel("logits", "q", "vocab", "stride", "q_stride")
 def part_of_softmax(
     logits,
     scales,
@@ -181,10 +162,7 @@ def part_of_softmax(
     tl.store(masses + row * num_parts + part, tl.sum(weights.to(tl.float64), 0))
 
 
-@triton.jit(
-    do_not_specialize=["uniform_stride", "num_parts"],
-    do_not_specialize_on_alignment=["masses", "uniforms", "out"],
-)
+@kernel("q", "ids", "vocab", "q_stride")
 def draw_sampled(
     q,
     masses,

@@ -4,6 +4,8 @@ numbered in `graphs.seats.memory`, and `graphs.seats.lookup` is the reference.""
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.compiled import kernel
+
 
 @triton.jit
 def alike(places, base, stop, line, known, longest, TILE: tl.constexpr):
@@ -47,24 +49,7 @@ def followers(places, stop, filled, line, known, longest, match, drafts, wanted,
     return whole, counts
 
 
-@triton.jit(
-    do_not_specialize=[
-        "state_stride",
-        "told_stride",
-        "answer_stride",
-        "text_stride",
-        "num_past",
-        "drafts",
-        "steps",
-        "number",
-        "longest",
-        "shortest",
-        "slope",
-        "height",
-        "least",
-    ],
-    do_not_specialize_on_alignment=["state", "told", "now", "walk", "answer", "text", "past"],
-)
+@kernel()
 def look_up(
     state,
     told,
@@ -73,9 +58,7 @@ def look_up(
     answer,
     text,
     past,
-    state_stride,
     told_stride,
-    answer_stride,
     text_stride,
     num_past,
     drafts,
@@ -94,11 +77,11 @@ def look_up(
     """One seat with look-up ``number``: its text with what was committed, and what followed the last time that a text
     ended like this. PAST: others' outputs are looked at, too; CUT: drafts must have followed often enough."""
     s = tl.program_id(0).to(tl.int64)
-    own = state + s * state_stride
+    own = state + s * (17 + drafts)
     said = told + s * told_stride
     line = text + s * text_stride
     out = walk + s * (2 * drafts + 2)
-    mine = (tl.load(said + 5) == number) & (tl.load(now + 2 * s) != 0)
+    mine = (tl.load(said + 4) == number) & (tl.load(now + 2 * s) != 0)
     known = tl.load(own)
     accepted = tl.load(out).to(tl.int64)
     j = tl.arange(0, BLOCK)
@@ -128,22 +111,31 @@ def look_up(
         token = tl.where(theirs, copied, token)
         # an output ends there
         wanted = tl.minimum(wanted, tl.min(tl.where(theirs & (token < 0), j, BLOCK), 0))
-    tl.store(own + 16 + j, token, mask=j < wanted)
+    drafted = tl.load(own + 17 + j, mask=j < wanted, other=0)
+    tl.store(own + 17 + j, token, mask=j < wanted)
     if CUT:
+        written = wanted
         tl.debug_barrier()  # every thread reads them
         whole, counts = followers(
-            line, tl.where(others > 0, 0, stop), known, line, known, longest, match, own + 16, wanted, j, TILE
+            line, tl.where(others > 0, 0, stop), known, line, known, longest, match, own + 17, wanted, j, TILE
         )
         if PAST:
             more, follow = followers(
-                past, others, num_past, line, known, longest, match, own + 16, wanted, j, TILE
+                past, others, num_past, line, known, longest, match, own + 17, wanted, j, TILE
             )
             whole += more
             counts += follow
         enough = tl.maximum(whole.to(tl.float32) * least, 1.0)
         wanted = tl.minimum(wanted, tl.min(tl.where(counts.to(tl.float32) >= enough, BLOCK, j), 0))
-    told_back = answer + s * answer_stride
+        tl.debug_barrier()  # every thread has read them
+        tl.store(own + 17 + j, drafted, mask=(j >= wanted) & (j < written))
+    told_back = answer + s * (7 + 4 * drafts)
     tl.store(told_back + 7 + drafts + j, token, mask=j < wanted)
-    if tl.where(mine, 1, 0) == 1:
+    if (
+        tl.where(wanted > 0, 1, 0) == 1
+    ):  # what a drafter has drafted does not count, nor what it has stored of that
         tl.store(own + 2, wanted)
+        tl.store(own + 4, wanted * 0)
+        tl.store(own + 16, wanted * 0)
+        tl.store(told_back, wanted * 0 + 2)
         tl.store(told_back + 4, wanted)

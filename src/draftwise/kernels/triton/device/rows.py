@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.compiled import kernel
 from draftwise.kernels.triton.device.fp8 import to_fp8
 
 
@@ -39,7 +40,7 @@ def silu_mul(gate_up, out, size, stride, BLOCK: tl.constexpr):
     tl.store(out + row * size + i, (gate * sigmoid * up).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["index"])
+@kernel("table", "out", "size")
 def gather_rows(table, index, out, size, BLOCK: tl.constexpr):
     """One block of one row: out[row] = table[index[row]]."""
     row = tl.program_id(0).to(tl.int64)
@@ -127,7 +128,7 @@ def rope_write(
         tl.store(kv + entry * DIM + HALF + i, wide_b.to(kv.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=["slots", "roots", "walk"])
+@kernel("pool", "size", "layer_stride")
 def compact_paths(
     pool, slots, roots, walk, size, layer_stride, num_nodes, NODES_PAD: tl.constexpr, BLOCK: tl.constexpr
 ):

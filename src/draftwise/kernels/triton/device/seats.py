@@ -1,9 +1,11 @@
 """Between the passes of a step of seats. Launched by `graphs.seats.kernels`; columns of ``state``, ``told`` and
-``answer`` are numbered in `graphs.seats.memory`, a request's fields for verification in `.verify`."""
+``answer`` are numbered in `graphs.seats.memory`, a request's fields for verification in `.verify`. A row
+of ``state`` has 17 + K words, with up to K drafts, and one of ``answer`` 7 + 4 K."""
 
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.compiled import kernel
 from draftwise.kernels.triton.device.noise import row_key, uniform
 
 
@@ -15,33 +17,7 @@ def slots_of(table, keys, real, num_pages, spare_slot, PAGE: tl.constexpr):
     return tl.where(real, slot, spare_slot)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "state_stride",
-        "told_stride",
-        "table_stride",
-        "num_pages",
-        "spare_slot",
-        "drafts",
-        "shared_forms",
-        "rows",
-    ],
-    do_not_specialize_on_alignment=[
-        "state",
-        "told",
-        "now",
-        "table",
-        "tokens",
-        "positions",
-        "slots",
-        "context",
-        "is_tree",
-        "ancestors",
-        "forms",
-        "fields",
-        "sources",
-    ],
-)
+@kernel()
 def begin_rows(
     state,
     told,
@@ -56,9 +32,7 @@ def begin_rows(
     forms,
     fields,
     sources,
-    state_stride,
     told_stride,
-    table_stride,
     num_pages,
     spare_slot,
     drafts,
@@ -71,15 +45,15 @@ def begin_rows(
 ):
     """One seat: its new blocks, its rows of the target's pass, and what verification has to know."""
     s = tl.program_id(0).to(tl.int64)
-    own = state + s * state_stride
+    own = state + s * (17 + drafts)
     said = told + s * told_stride
     known = tl.load(own)
     live = known < tl.load(said)
     i = tl.arange(0, FRESH_PAD)
     new = i < tl.where(live, FRESH, 0)
-    fresh = tl.load(said + 6 + i, mask=new, other=0)
-    block = tl.load(said + 6 + FRESH + i, mask=new, other=0).to(tl.int32)
-    tl.store(table + s * table_stride + fresh, block, mask=new)
+    fresh = tl.load(said + 5 + i, mask=new, other=0)
+    block = tl.load(said + 5 + FRESH + i, mask=new, other=0).to(tl.int32)
+    tl.store(table + s * num_pages + fresh, block, mask=new)
     tl.debug_barrier()  # the table is read by every thread
     nodes = tl.where(live, tl.minimum(tl.minimum(tl.load(said + 1), tl.load(own + 2)), rows - 1), 0)
     tl.store(now + 2 * s, tl.where(live, 1, 0))
@@ -88,7 +62,7 @@ def begin_rows(
     inside = j < rows
     real = j < tl.where(live, nodes + 1, 0)
     # the root, then drafts
-    token = tl.load(own + tl.where(j == 0, 1, 15 + j), mask=real, other=0)
+    token = tl.load(own + tl.where(j == 0, 1, 16 + j), mask=real, other=0)
     key = known - 1 + j
     at = s * rows + j
     number = tl.load(said + 3)
@@ -102,7 +76,7 @@ def begin_rows(
     tl.store(is_tree + s, tree.to(tl.int32))
     tl.store(
         slots + at,
-        slots_of(table + s * table_stride, key, real, num_pages, spare_slot, PAGE),
+        slots_of(table + s * num_pages, key, real, num_pages, spare_slot, PAGE),
         mask=inside,
     )
     tl.store(context + s, tl.where(live, known - 1, 0).to(tl.int32))
@@ -112,54 +86,18 @@ def begin_rows(
     tl.store(out + 2, tl.load(own + 5))
     tl.store(out + 3, tl.load(own + 6))
     tl.store(out + 4, known)
-    source = sources + 3 * tl.load(said + 4)
+    source = sources + 3 * tl.load(own + 16)
     base = tl.load(source)
     tl.store(out + 5, tl.where(base != 0, tree, 0))  # children of a tree are drawn without replacement
     drafted = j < drafts
-    tl.store(out + 6 + j, tl.load(own + 16 + j, mask=drafted, other=0), mask=drafted)
+    tl.store(out + 6 + j, tl.load(own + 17 + j, mask=drafted, other=0), mask=drafted)
     tl.store(out + 6 + drafts + j, tl.load(form + 2 * drafts + 3 + j, mask=drafted, other=0), mask=drafted)
     q_row = tl.load(form + 4 * (drafts + 1) + 1 + j, mask=drafted, other=0)
     q_at = tl.where(base != 0, base + s * tl.load(source + 1) + q_row * tl.load(source + 2), 0)
     tl.store(out + 6 + 2 * drafts + j, q_at, mask=drafted)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "state_stride",
-        "told_stride",
-        "answer_stride",
-        "table_stride",
-        "num_pages",
-        "draws",
-        "drafts",
-        "levels",
-        "number",
-        "max_len",
-        "spare_slot",
-        "spare_block",
-    ],
-    do_not_specialize_on_alignment=[
-        "state",
-        "told",
-        "now",
-        "walk",
-        "answer",
-        "table",
-        "tokens",
-        "positions",
-        "slots",
-        "context",
-        "first_key",
-        "last",
-        "start",
-        "length",
-        "noise",
-        "depths",
-        "nodes",
-        "reach",
-        "ends",
-    ],
-)
+@kernel()
 def advance_rows(
     state,
     told,
@@ -180,10 +118,7 @@ def advance_rows(
     nodes,
     reach,
     ends,
-    state_stride,
     told_stride,
-    answer_stride,
-    table_stride,
     num_pages,
     draws,
     drafts,
@@ -192,6 +127,7 @@ def advance_rows(
     max_len,
     spare_slot,
     spare_block,
+    source,
     DRAFTER: tl.constexpr,
     TREE: tl.constexpr,
     KIND: tl.constexpr,
@@ -201,10 +137,11 @@ def advance_rows(
 ):
     """One seat: what was committed, if it drafts with loop ``number``, and its rows of the drafter's first pass, of
     drafts on up to ``levels`` levels, with ``draws`` numbers for its noise. DRAFTER: 0 none, 1 a model, 2 a head; TREE:
-    0: drafts are a chain, and may stay stored, 1: a static tree, 2: a dynamic one, whose candidates ``length`` counts;
+    0: drafts are a chain, and may stay stored, 1: a static tree, 2: a dynamic one, whose candidates ``length`` counts,
+    3: a chain, of a pass over masks;
     KIND: 0 argmax, 1 draws from q, 2 shared noise."""
     s = tl.program_id(0).to(tl.int64)
-    own = state + s * state_stride
+    own = state + s * (17 + drafts)
     said = told + s * told_stride
     out = walk + s * (2 * drafts + 2)
     mine = tl.load(said + 3) == number
@@ -235,7 +172,7 @@ def advance_rows(
             read = known - 1 + j
             final = (j < tl.where(live, accepted + 1, 0)) & ((read + 1) % PAGE == 0)
             page = tl.maximum(tl.minimum(read // PAGE, num_pages - 1), 0)
-            block = tl.load(table + s * table_stride + page, mask=final, other=0).to(tl.int64)
+            block = tl.load(table + s * num_pages + page, mask=final, other=0).to(tl.int64)
             tl.store(ends + s * ROWS + j, tl.where(final, block, spare_block), mask=j < ROWS)
             fed = tl.where(live & (fed == known), tl.where(drafting, after, after - 1), fed)
         else:
@@ -250,21 +187,22 @@ def advance_rows(
             token = tl.where(behind == accepted, root, token)
             fed = tl.where(drafting, after, fed)
         inside = j < ROWS
-        real = inside & (j < count)
+        masks = tl.maximum(wanted - 1, 0) if TREE == 3 else wanted * 0
+        real = inside & (j < count + masks)
         key = first + j
         at = s * ROWS + j
-        tl.store(tokens + at, tl.where(real, token, 0), mask=inside)
+        tl.store(tokens + at, tl.where(j < count, token, 0), mask=inside)
         tl.store(positions + at, tl.where(real, key - (DRAFTER - 1), 0), mask=inside)
         tl.store(
             slots + at,
-            slots_of(table + s * table_stride, key, real, num_pages, spare_slot, PAGE),
+            slots_of(table + s * num_pages, key, real, num_pages, spare_slot, PAGE),
             mask=inside,
         )
         # rows that fill up must see some key: of nothing no distribution can be made
         unused = tl.load(own + 9)
         tl.store(first_key + s, unused.to(tl.int32))
         tl.store(context + s, tl.where(count > 0, first, unused).to(tl.int32))
-        tl.store(last + s, s * ROWS + tl.where(drafting, count - 1, 0))
+        tl.store(last + s, s * ROWS + tl.maximum(count - 1, 0))
         tl.store(start + s, tl.where(drafting, after, unused))
         tl.store(length + s, tl.where(drafting, reached, 0) if TREE == 2 else wanted)
         if KIND != 0:
@@ -273,7 +211,7 @@ def advance_rows(
             node = tl.load(nodes + j, mask=draw, other=0)
             seed = tl.load(own + 5)
             sample = tl.load(own + 6)
-            if KIND == 1 and TREE == 0:
+            if KIND == 1 and (TREE == 0 or TREE == 3):
                 u = uniform(seed, sample, 1, place, node, after)
                 numbers = u.to(tl.int64, bitcast=True)
             elif KIND == 1:
@@ -281,7 +219,7 @@ def advance_rows(
             else:
                 numbers = row_key(seed, sample, 0, place, node * 0 - 1, node * 0)
             tl.store(noise + s * draws + j, numbers, mask=draw)
-    told_back = answer + s * answer_stride
+    told_back = answer + s * (7 + 4 * drafts)
     if tl.where(mine, 1, 0) == 1:
         tl.store(told_back, tl.where(live, 1, 0))
         tl.store(told_back + 1, tl.load(now + 2 * s + 1))
@@ -299,20 +237,10 @@ def advance_rows(
         tl.store(own + 2, wanted)
         tl.store(own + 3, fed)
         tl.store(own + 4, tl.maximum(wanted - 1, 0) if TREE == 0 else wanted * 0)
+        tl.store(own + 16, source)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "drafted_stride",
-        "state_stride",
-        "told_stride",
-        "answer_stride",
-        "drafts",
-        "steps",
-        "number",
-    ],
-    do_not_specialize_on_alignment=["drafted", "form", "state", "told", "now", "answer", "own_forms"],
-)
+@kernel()
 def keep_drafts(
     drafted,
     form,
@@ -322,9 +250,7 @@ def keep_drafts(
     answer,
     own_forms,
     drafted_stride,
-    state_stride,
     told_stride,
-    answer_stride,
     drafts,
     steps,
     number,
@@ -338,8 +264,8 @@ def keep_drafts(
     mine = (tl.load(told + s * told_stride + 3) == number) & (tl.load(now + 2 * s) != 0)
     own = j < tl.where(mine, steps, 0)
     token = tl.load(drafted + s * drafted_stride + j, mask=own, other=0)
-    tl.store(state + s * state_stride + 16 + j, token, mask=own)
-    told_back = answer + s * answer_stride + 7 + drafts
+    tl.store(state + s * (17 + drafts) + 17 + j, token, mask=own)
+    told_back = answer + s * (7 + 4 * drafts) + 7 + drafts
     tl.store(told_back + j, token, mask=own)
     if DYNAMIC:
         rows = (j > 0) & (j < tl.where(mine, steps + 1, 0))

@@ -9,13 +9,11 @@ tokens, parents, and addresses of the rows of q they were drawn from (0: point m
 import triton
 import triton.language as tl
 
+from draftwise.kernels.triton.device.compiled import kernel
 from draftwise.kernels.triton.device.noise import gumbel, row_key, uniform
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "num_nodes", "num_parts"],
-    do_not_specialize_on_alignment=["table", "members", "part_best", "part_token"],
-)
+@kernel("logits", "vocab", "row_stride")
 def wanted_parts(
     logits,
     table,
@@ -77,10 +75,7 @@ def best_of_parts(part_best, part_token, at, num_parts, PARTS_PAD: tl.constexpr)
     return tl.min(tl.where(values == tl.max(values, 0), tokens, 2147483647), 0)
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "num_nodes", "num_parts"],
-    do_not_specialize_on_alignment=["table", "members", "part_best", "part_token", "walk"],
-)
+@kernel()
 def walk_trees(
     table, members, part_best, part_token, walk, table_stride, num_nodes, num_parts, PARTS_PAD: tl.constexpr
 ):
@@ -138,10 +133,7 @@ def end_chain(fields, out, ends, end_numbers, m, kept, count, scale, num_nodes):
     tl.store(end_numbers + m * 2 + 1, tl.where(q_at == 0, 1.0, scale))
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "num_nodes"],
-    do_not_specialize_on_alignment=["table", "members", "walk", "ends", "end_numbers"],
-)
+@kernel("p", "vocab")
 def judge_chains(p, table, members, walk, ends, end_numbers, vocab, table_stride, num_nodes):
     """One chain under rule ``rejection``: keep drafts while u < p / q."""
     m = tl.program_id(0).to(tl.int64)
@@ -174,10 +166,7 @@ def next_scale(p, fields, first, i, scale, vocab, num_nodes):
     return tl.minimum(scale * ratio, 1.0)
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "num_nodes"],
-    do_not_specialize_on_alignment=["table", "members", "masses"],
-)
+@kernel("p", "vocab")
 def block_masses(p, table, members, masses, vocab, table_stride, num_nodes, BLOCK: tl.constexpr):
     """Z_i of one chain, i = 1..n-1: what is left of p_i p after its node i - 1, less the q of node i."""
     m = tl.program_id(0).to(tl.int64)
@@ -204,10 +193,7 @@ def block_masses(p, table, members, masses, vocab, table_stride, num_nodes, BLOC
     tl.store(masses + m * num_nodes + i, mass)
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "num_nodes"],
-    do_not_specialize_on_alignment=["table", "members", "masses", "walk", "ends", "end_numbers"],
-)
+@kernel("p", "vocab")
 def judge_blocks(p, table, members, masses, walk, ends, end_numbers, vocab, table_stride, num_nodes):
     """One chain under rule ``block``: the longest prefix whose uniform is below its chance; see `verify.block`."""
     m = tl.program_id(0).to(tl.int64)
@@ -236,10 +222,7 @@ def judge_blocks(p, table, members, masses, walk, ends, end_numbers, vocab, tabl
     )
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "num_nodes"],
-    do_not_specialize_on_alignment=["table", "members", "walk", "ends", "end_numbers"],
-)
+@kernel("p", "scratch", "vocab")
 def reject_trees(
     p,
     table,
