@@ -61,7 +61,15 @@ def outputs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "tree"), [("draft_model", False), ("eagle3", False), ("medusa", False), ("eagle3", True)]
+    ("method", "tree"),
+    [
+        ("draft_model", False),
+        ("eagle3", False),
+        ("medusa", False),
+        ("eagle3", True),
+        ("hybrid", False),
+        ("p-eagle", False),
+    ],
 )
 def test_the_text_is_that_of_engines_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, tree: bool
@@ -73,7 +81,10 @@ def test_the_text_is_that_of_engines_that_wait(
     ]
     if method != "draft_model":  # whose vocabulary is smaller
         folder = make_target(tmp_path)
-        drafter = next(d for d in make_families(tmp_path)["methods"] if d["method"] == method)
+        families = make_families(tmp_path)
+        family = families["other forms" if method == "p-eagle" else "methods"]
+        method = "eagle3" if method == "p-eagle" else method
+        drafter = next(d for d in family if d["method"] == method)
         if tree:
             del drafter["num_speculative_tokens"]
             drafter["speculative_token_tree"] = [[0], [1], [0, 0], [1, 0]]
