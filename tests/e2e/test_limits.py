@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from draftwise import LLM, SamplingParams
+from draftwise.kernels.cpu.book_drafts import BookDrafts
 from draftwise.models.base import DecoderModel
+from draftwise.runner.rows import RowBook
 from tests.e2e.conftest import random_prompts, token_ids
 from tests.fakes.tiny import TinyModels
 
@@ -21,11 +24,13 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 def watch_positions(model: DecoderModel) -> list[int]:
     """Record the highest position of every pass."""
     highest: list[int] = []
-    forward = model.forward_logits
 
-    def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        highest.append(int(batch.positions.max()))
-        return forward(batch, *args, **kwargs)
+    def watched(forward: Any) -> Any:
+        def call(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            highest.append(int(batch.positions.max()))
+            return forward(batch, *args, **kwargs)
+
+        return call
 
     chains = model.draft_chains
 
@@ -35,7 +40,19 @@ def watch_positions(model: DecoderModel) -> list[int]:
             highest.append(int(batch.positions.max()) + steps - 1)
         return drafted
 
-    model.forward_logits = watched  # type: ignore[method-assign]
+    books = model.draft_books
+
+    def watched_books(asked: BookDrafts, kv: Any) -> Any:
+        drafted, record = books(asked, kv), asked.record
+        places = (ctypes.c_uint64 * record.requests).from_address(record.books)
+        for book in [RowBook.from_address(place) for place in places] if drafted is not None else ():
+            if book.num_waiting:
+                highest.append(book.num_tokens - 1 + book.num_waiting - 1)
+        return drafted
+
+    model.forward_logits = watched(model.forward_logits)  # type: ignore[method-assign]
+    model.logits_alone = watched(model.logits_alone)  # type: ignore[method-assign]
+    model.draft_books = watched_books  # type: ignore[method-assign]
     model.draft_chains = watched_chains  # type: ignore[method-assign]
     return highest
 
