@@ -5,15 +5,22 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from draftwise import LLM, SamplingParams
+from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.kernels.base import Linear
+from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.base import Proposer
+from tests.fakes.every_method import make_families, make_target
+from tests.fakes.fake_graphs import FakeGraphs
 
 HEAVY = (Linear, KVStorage, DecoderModel, HeadModel, Proposer)
 """What has weights, or keys and values."""
@@ -47,4 +54,40 @@ def test_a_closed_engine_is_gone(method: str) -> None:
     before = alive()
     run(method, 0.0)
     run(method, 0.8)
+    assert alive() - before == Counter()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_captured_passes_and_seats_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU this is the memory of graphs, models and caches."""
+
+    def ops(dtype: torch.dtype, device: torch.device, *args: object, **options: object) -> TorchOps:
+        return TorchOps(dtype, device, TorchStaticAttention())
+
+    monkeypatch.setattr("draftwise.models.self_test.default_ops", ops)
+    monkeypatch.setattr("draftwise.engine.device.backend_for", lambda device: FakeGraphs())
+    target, families = make_target(tmp_path), make_families(tmp_path)
+    names = ("draft_model", "eagle3", "mtp", "medusa", "early_exit", "ngram")
+    chosen = [config for config in families["methods"] if config["method"] in names]
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "block_size": 4,
+        "num_kv_blocks": 64,
+        "max_num_seqs": 2,
+        "max_model_len": 32,
+        "speculation_control": "static",
+        "speculative_config": chosen,
+        "compilation_config": {"cudagraph_mode": "FULL"},
+        "async_scheduling": True,
+    }
+    prompts = [{"prompt_token_ids": [1, 2, 3]} for _ in names]
+    params = [
+        SamplingParams(temperature=0.8, seed=1, max_tokens=8, speculation={"method": name}) for name in names
+    ]
+    gc.collect()
+    before = alive()
+    with LLM(target, **options) as llm:
+        assert len(llm.generate(prompts, params)) == len(names)
+    del llm
     assert alive() - before == Counter()

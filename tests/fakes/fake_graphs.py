@@ -10,6 +10,7 @@ replayed, or the same one again. Pieces of one function find what its earlier pi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
@@ -78,9 +79,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FakeGraph:
-    """``pool``: the graphs that share their memory, of which the last one that was replayed has its contents."""
+    """``pool``: the graphs that share their memory, of which the last one that was replayed has its contents; weak
+    references, since a graph of a closed engine has to go."""
 
-    def __init__(self, pieces: list[list[_Operation]], pool: list[FakeGraph]) -> None:
+    def __init__(self, pieces: list[list[_Operation]], pool: list[weakref.ref[FakeGraph]]) -> None:
         assert all(pieces), "an empty piece"
         self._pieces = pieces
         self._pool = pool
@@ -100,14 +102,16 @@ class FakeGraph:
 
     def replay(self, between: Callable[[int], object] | None = None) -> None:
         with torch.inference_mode():
-            for graph in self._pool:
-                graph.spoil()
-            self._pool[:] = [self]
+            for reference in self._pool:
+                graph = reference()
+                if graph is not None:
+                    graph.spoil()
+            self._pool[:] = [weakref.ref(self)]
             for i, piece in enumerate(self._pieces):
                 if i:
                     assert between is not None
                     between(i - 1)
-                    assert self._pool == [self], "graphs of the pool were replayed between pieces"
+                    assert self._pool[0]() is self, "graphs of the pool were replayed between pieces"
                 self._again(piece)
 
     def _again(self, piece: list[_Operation]) -> None:
@@ -133,7 +137,7 @@ class FakeGraphs(GraphBackend):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.num_graphs = 0
-        self._pool: list[FakeGraph] = []
+        self._pool: list[weakref.ref[FakeGraph]] = []
 
     def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
         graph, result = self.capture_pieces(lambda cut: run())

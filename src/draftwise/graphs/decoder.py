@@ -262,12 +262,14 @@ class GraphedDecoder(WrappedDecoder):
         self._results.take(self.inner.forward(batch, self._kv, self._layers))
 
     def _drafter(self, kv: KVStorage) -> Drafter:
+        inner = self.inner  # not self, which holds the loops: they would keep each other alive
+
         def advance(batch: StepInput, features: Tensor | None) -> tuple[Tensor, None]:
-            return self.inner.forward(batch, kv).hidden, None
+            return inner.forward(batch, kv).hidden, None
 
         return Drafter(
             advance,
-            self.inner.logits,
+            inner.logits,
             self.config.vocab_size,
             max_position=self.config.max_model_len - 1,
             mask_token=self.captures.mask,

@@ -92,14 +92,16 @@ class GraphedHead(WrappedHead):
         return None if loop is None or kv is not self._kv else loop.replay_of(batch, features, steps)
 
     def _drafter(self, kv: KVStorage) -> Drafter:
+        inner = self.inner  # not self, which holds the loops: they would keep each other alive
+
         def advance(batch: StepInput, features: Tensor | None) -> tuple[Tensor, Tensor]:
             assert features is not None
-            output = self.inner.forward(batch, features, kv)
+            output = inner.forward(batch, features, kv)
             return output.hidden, output.features
 
         return Drafter(
             advance,
-            self.inner.logits,
+            inner.logits,
             self.draft_vocab_size,
             max_position=self.max_model_len - 1,
             position_offset=-1,
