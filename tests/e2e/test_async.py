@@ -202,7 +202,8 @@ def test_a_dead_engine_fails_its_readers(tiny: TinyModels) -> None:
             def explode(*_: object, **__: object) -> None:
                 raise RuntimeError("device lost")
 
-            llm._engine.model.forward_logits = explode  # type: ignore[method-assign,assignment]
+            for name in ("forward_logits", "logits_alone"):
+                setattr(llm._engine.model, name, explode)
             with pytest.raises(EngineDeadError, match="device lost"):
                 await asyncio.wait_for(collect(llm, random_prompts(1)[0], GREEDY), 10)
             assert not llm.is_alive

@@ -196,7 +196,8 @@ def test_a_broken_engine_says_so(make_llm: Callable[..., LLM]) -> None:
     def explode(*_: object, **__: object) -> None:
         raise RuntimeError("device lost")
 
-    llm._engine.model.forward_logits = explode  # type: ignore[method-assign,assignment]
+    for name in ("forward_logits", "logits_alone"):
+        setattr(llm._engine.model, name, explode)
     with pytest.raises(EngineDeadError, match="device lost"):
         llm.generate(random_prompts(1), GREEDY)
     with pytest.raises(EngineDeadError):

@@ -83,7 +83,7 @@ def test_blocks_are_drafted_in_one_call(
 ) -> None:
     """What is drafted by that call, alone or beside others, is what torch drafts place by place from the same pass."""
     calls = []
-    for name in ("chains", "trees"):
+    for name in ("chains", "trees", "own_pass"):
         inner = getattr(NativeBlocks, name)
         monkeypatch.setattr(
             NativeBlocks, name, lambda self, *args, _inner=inner: calls.append(0) or _inner(self, *args)
