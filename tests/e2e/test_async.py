@@ -137,6 +137,26 @@ def test_a_slow_reader_misses_nothing_and_holds_nothing_up(tiny: TinyModels) -> 
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kind", ["delta", "cumulative"])
+def test_a_reader_that_is_woken_for_nothing_gets_nothing(tiny: TinyModels, kind: Any) -> None:
+    """A reader that is woken for one step reads that of the next, too, if it has ended; then it is woken for that."""
+
+    async def main() -> None:
+        async with engine(tiny) as llm:
+            stream = llm.submit(random_prompts(1, seed=3)[0], SLOW.replace(output_kind=kind))
+            lengths = []
+            async for output in stream:
+                lengths.append(len(output.outputs[0].token_ids))
+                stream.event.set()
+            assert len(lengths) > 1
+            if kind == "delta":
+                assert all(lengths)
+            else:
+                assert lengths == sorted(set(lengths))
+
+    asyncio.run(main())
+
+
 def test_invalid_requests_and_doubled_ids(tiny: TinyModels) -> None:
     async def main() -> None:
         async with engine(tiny) as llm:

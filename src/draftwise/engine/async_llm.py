@@ -201,6 +201,12 @@ class AsyncLLM(Absent):
                 self._thread.check_alive()
             if not stream.wants_pieces and not group.finished:
                 return None
+            # A reader that was woken for one step may read when the next has ended, too; the call for that step then
+            # wakes it for nothing.
+            progress = group.num_output, group.num_finished
+            if progress == stream.progress:
+                return None
+            stream.progress = progress
             return group.read(stream.params.output_kind, text_only=stream.text_only)
 
     def observe(self, observer: StepObserver) -> None:

@@ -116,6 +116,10 @@ class RequestGroup:
         return all(sample.request.finish_reason is not None for sample in self._samples)
 
     @property
+    def num_finished(self) -> int:
+        return sum(sample.request.finish_reason is not None for sample in self._samples)
+
+    @property
     def num_output(self) -> int:
         return sum(sample.request.num_output for sample in self._samples)
 

@@ -58,6 +58,7 @@ class RequestStream:
         self.event = asyncio.Event()  # set in the readers' loop: there is something new
         self.due = 0.0  # the loop's time before which `Readers` may hold news back
         self.wants_pieces = params.output_kind != "final_only"
+        self.progress = (0, 0)  # tokens and finished samples that were read; written under the engine's lock
         self.text_only = (
             False  # its reader takes pieces, of one sample: `next_output` may answer with a `TextPiece`
         )
