@@ -137,3 +137,30 @@ def test_what_was_learned_can_be_kept() -> None:
         assert again.draft_time("a:b", 1, rows, sampled=True) == pytest.approx(
             model.draft_time("a:b", 1, rows, sampled=True), rel=0.1
         )
+
+
+def test_growing_contexts_are_not_taken_for_a_slower_machine() -> None:
+    """Plain steps are measured once while the contexts grow, then drafting steps of other requests over the same
+    contexts again and again: what a plain step takes stays known."""
+
+    def seconds(requests: int, rows: int, mean: int) -> float:
+        return 1e-3 * (0.4 + 0.08 * rows + 0.00022 * requests * mean + 0.00008 * rows * mean)
+
+    model = PerformanceModel()
+
+    def step(requests: int, rows: int, mean: int) -> None:
+        shape = StepShape(requests=requests, rows=rows, context=requests * mean)
+        model.observe_target(shape, seconds(requests, rows, mean))
+
+    for mean in range(128, 256):
+        step(16, 16, mean)
+    for _ in range(4):
+        for rows in (32, 48, 64):
+            for mean in range(128, 256, 2):
+                step(16, rows, mean)
+        for requests in (8, 4, 2):  # some end before others
+            for mean in range(200, 212, 2):
+                step(requests, 3 * requests, mean)
+    for mean in (130, 160, 200, 250):
+        for rows in (16, 32, 48, 80):
+            assert model.target_time(16, rows, 16 * mean) == pytest.approx(seconds(16, rows, mean), rel=0.12)

@@ -44,7 +44,8 @@ class Speed:
 
 
 class Cell:
-    """Median of the last samples at one operating point."""
+    """Median of the last samples at one operating point, and where in it they were taken (``features``, their mean): a
+    cell spans contexts, and what was measured at 250 tokens must not count as measured at 130."""
 
     __slots__ = ("count", "features", "last", "median", "ring")
 
@@ -55,28 +56,31 @@ class Cell:
         self.count = 0
         self.last = 0  # when it was last measured, in measurements of its curve
 
-    def add(self, seconds: float) -> None:
-        if len(self.ring) < _RING:
-            self.ring.append(seconds)
-        else:
+    def add(self, seconds: float, features: tuple[float, ...]) -> None:
+        if len(self.ring) == _RING:
             del self.ring[0]
-            self.ring.append(seconds)
+        self.ring.append(seconds)
+        if features != self.features:
+            share = 1 / len(self.ring)
+            self.features = tuple(
+                [old + share * (new - old) for old, new in zip(self.features, features, strict=True)]
+            )
         self.count += 1
         self.median = sorted(self.ring)[len(self.ring) // 2]
 
 
 Key = tuple[int, int, int]
 Array = npt.NDArray[np.float64]
-_AXES = np.array([1.0, 1.0, 2.0])
-"""How far apart points are whose keys differ by one in each place."""
 
 
 class TimeCurve:
     """Seconds as a function of sizes: medians where they were measured, a fit (relative least squares, weights >= 0)
     where not, scaled to agree with the measured points around."""
 
-    def __init__(self, prior: Sequence[float], speed: Speed) -> None:
-        """``prior``: relative weights of the features before anything is known."""
+    def __init__(self, prior: Sequence[float], speed: Speed, axes: tuple[float, float, float]) -> None:
+        """``prior``: relative weights of the features before anything is known. ``axes``: how far apart two points are
+        whose keys differ by one in each place."""
+        self._axes_np = np.array(axes)
         self._prior_np = np.asarray(prior, np.float64)
         self._weights: tuple[float, ...] | None = None
         self._least = 0.0  # seconds, what the formula says at least
@@ -114,8 +118,7 @@ class TimeCurve:
         elif cell.count >= _KNOWN and cell.median > 0:
             self._speed.observe(seconds / (cell.median * self._from(cell, features)))
         cell.last = self._measurements
-        now = self._from(cell, features) * self._speed.value
-        cell.add(seconds / now)
+        cell.add(seconds / self._speed.value, features)
         if cell.count <= _RING:
             self._forget_guesses()
             if cell.count in (1, _KNOWN, _RING) and len(self._cells) >= self._fit_at:
@@ -123,13 +126,13 @@ class TimeCurve:
         if self._measurements % _REFIT == 0:
             self._forget_guesses()
             self._fit()
-        return cell.median * now
+        return cell.median * self._from(cell, features) * self._speed.value
 
     def teach(self, key: Key, features: tuple[float, ...], seconds: float) -> None:
         """Take over a time that was measured with care: it is believed, and says nothing of the machine's speed now."""
         cell = self._cells.setdefault(key, Cell(features))
         for _ in range(_KNOWN):
-            cell.add(max(seconds, _TICK))
+            cell.add(max(seconds, _TICK), features)
         self._fit()
         self._forget_guesses()
 
@@ -146,7 +149,7 @@ class TimeCurve:
         return factor * self._formula(features) * self._speed.value
 
     def _from(self, cell: Cell, features: tuple[float, ...]) -> float:
-        """How much more a step with these features takes than one with those that the cell was made with: a cell spans
+        """How much more a step with these features takes than one with those of the cell's samples: a cell spans
         contexts, and many numbers of requests and rows."""
         if self._weights is None or features == cell.features:
             return 1.0
@@ -167,7 +170,7 @@ class TimeCurve:
         keys_np, factors_np = self._known
         if not len(keys_np):
             return 1.0
-        away_np = (((keys_np - np.array(key)) * _AXES) ** 2).sum(1)
+        away_np = (((keys_np - np.array(key)) * self._axes_np) ** 2).sum(1)
         weights_np = (0.25 + away_np) ** -2
         return float(weights_np @ factors_np / weights_np.sum())
 
@@ -211,7 +214,7 @@ class TimeCurve:
         for key, features, seconds, count in points:
             cell = Cell(tuple(map(float, features)))
             for _ in range(min(int(count), _RING)):
-                cell.add(float(seconds))
+                cell.add(float(seconds), cell.features)
             a, b, c = key
             self._cells[int(a), int(b), int(c)] = cell
         self._fit()

@@ -91,8 +91,11 @@ class Decisions:
         if step < settings.first_steps:
             interval = 1
         elif any(option.cap for option in options):
-            usual = settings.warm_interval if step < settings.warm_steps else settings.interval
-            interval = min(interval, usual)
+            # What was chosen by a guess is looked at again as soon as it was measured.
+            rows = round(n + sum(option.rows for option in options))
+            guessed = self._model.times_measured(n, rows, context, sampled) < 3
+            early = guessed or step < settings.warm_steps
+            interval = min(interval, settings.warm_interval if early else settings.interval)
         self.next_step = step + interval
 
     def _able(self, group: Group, members: list[Drafter], step: int) -> list[Drafter]:

@@ -34,9 +34,20 @@ def class_of_batch(requests: int) -> int:
     return requests if requests <= 8 else bucket(requests) & ~3
 
 
+_OCTAVE = 4
+"""Classes of contexts in an octave: from fewer, the formula could not tell a growing context from a slower machine."""
+
+
 def _context_bucket(context: int, requests: int) -> int:
-    """Mean context by powers of two from 128 tokens on: under 128 -> 0, under 256 -> 1, ..."""
-    return (context // max(requests, 1) >> 7).bit_length()
+    """Mean context by quarters of a power of two from 128 tokens on.
+
+    Example: under 128 -> 0, under 160 -> 1, under 192 -> 2, under 224 -> 3, under 256 -> 4, under 320 -> 5.
+    """
+    mean = context // max(requests, 1)
+    if mean < 128:
+        return 0
+    octave = mean.bit_length() - 8
+    return 1 + _OCTAVE * octave + (mean >> (octave + 5)) % _OCTAVE
 
 
 def _target_features(requests: int, rows: int, context: int) -> tuple[float, ...]:
@@ -76,13 +87,13 @@ class PerformanceModel:
     def _target(self, sampled: bool) -> TimeCurve:
         curve = self._targets.get(sampled)
         if curve is None:
-            curve = self._targets[sampled] = TimeCurve(_TARGET_PRIOR, self._speed)
+            curve = self._targets[sampled] = TimeCurve(_TARGET_PRIOR, self._speed, (1.0, 1.0, 2.0 / _OCTAVE))
         return curve
 
     def _drafter(self, method: str, sampled: bool) -> TimeCurve:
         curve = self._drafters.get((method, sampled))
         if curve is None:
-            curve = self._drafters[method, sampled] = TimeCurve(_DRAFT_PRIOR, self._speed)
+            curve = self._drafters[method, sampled] = TimeCurve(_DRAFT_PRIOR, self._speed, (1.0, 1.0, 2.0))
         return curve
 
     # ------------------------------------------------------------------------------------------- prediction
@@ -126,7 +137,7 @@ class PerformanceModel:
             near = range(requests - requests // 3, requests + requests // 2 + 1)
         context = _context_bucket(context, requests)
         buckets = {(bucket(n), bucket(n + more)) for n in near}
-        contexts = range(max(context - 1, 0), context + 2)
+        contexts = range(max(context - _OCTAVE, 0), context + _OCTAVE + 1)
         return self._target(sampled).count((n, m, c) for n, m in buckets for c in contexts)
 
     # ----------------------------------------------------------------------------------------- observation
@@ -140,7 +151,7 @@ class PerformanceModel:
             return self._target(shape.sampled).observe(key, features, seconds)
         decoding = self.target_time(requests, rows, context, shape.sampled) if requests else 0.0
         if seconds > decoding:
-            self._prompt.add((seconds - decoding) / shape.prompt_rows / self._speed.value)
+            self._prompt.add((seconds - decoding) / shape.prompt_rows / self._speed.value, (1.0,))
         return seconds
 
     def observe_draft(
@@ -183,5 +194,5 @@ class PerformanceModel:
             method, _, sampled = name.rpartition(":")
             model._drafter(method, sampled == "True").load(points)
         if saved["prompt_seconds_per_token"]:
-            model._prompt.add(float(saved["prompt_seconds_per_token"]))
+            model._prompt.add(float(saved["prompt_seconds_per_token"]), (1.0,))
         return model
