@@ -93,10 +93,22 @@ class VLLM(Engine):
         self.llm.generate([prompt], params, use_tqdm=False)
         return time.perf_counter() - start
 
+    def _forget_outputs(self) -> None:
+        """Empty the cache of outputs that suffixes are looked up in. Rounds repeat prompts: what was said in one would be
+        known word for word in the next, which is nobody's usual case."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        cache = core.model_executor.driver_worker.worker.model_runner.drafter.suffix_cache
+        for request in list(cache.active_requests):
+            cache.stop_request(request)
+        for request in list(cache.cached_requests):
+            cache.evict_cached_response(request)
+
     def generate(
         self, prompts: Sequence[Sequence[int]], tokens: int, method: str, temperature: float
     ) -> Generated:
         assert method == self.method
+        if method == "suffix":
+            self._forget_outputs()
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
         given = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         start = time.perf_counter()
