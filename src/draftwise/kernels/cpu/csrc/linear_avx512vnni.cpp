@@ -3,17 +3,25 @@
 #include "linear_vectors.h"
 #include "linear_widen.h"
 
+#include <type_traits>
+
 namespace dw {
 namespace {
 
 using Fn = void (*)(const Tile&, int, int);
 
+// Tiles of so many rows and more have wide rows: a number of them is loaded into all lanes at once. On Zen 5 three to six rows
+// are quicker as pairs, whose halves are parted in vectors.
+constexpr int kWideBf16 = 9, kWideBytes = 8;
+template <int R, int kFrom>
+using V = std::conditional_t<(R >= kFrom), Wide512, V512>;
+
 #define DW_ROWS_12(kernel)                                                                                            \
   {nullptr,   kernel(1), kernel(2), kernel(3),  kernel(4),  kernel(5), kernel(6),                                      \
    kernel(7), kernel(8), kernel(9), kernel(10), kernel(11), kernel(12)}
-#define DW_BF16_SPAN(r) span<V512, r, W_BF16>
-#define DW_I8_SPAN(r) span<V512, r, W_I8>
-#define DW_I4_SPAN(r) span_i4<V512, r>
+#define DW_BF16_SPAN(r) span<V<r, kWideBf16>, r, W_BF16>
+#define DW_I8_SPAN(r) span<V<r, kWideBytes>, r, W_I8>
+#define DW_I4_SPAN(r) span_i4<V<r, kWideBytes>, r>
 
 constexpr Fn kBf16[] = DW_ROWS_12(DW_BF16_SPAN);
 constexpr Fn kI8[] = DW_ROWS_12(DW_I8_SPAN);
@@ -35,7 +43,7 @@ const LinearKernels linear_avx512vnni = {
     {6, 0, 0, 0, 0, 0},
     {},
     nullptr,
-    {},
+    {0, kWideBf16, kWideBytes, 0, kWideBytes, 0},
     {}};
 
 }  // namespace dw

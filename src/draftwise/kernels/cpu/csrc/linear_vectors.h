@@ -11,18 +11,14 @@
 namespace dw {
 namespace {
 
-// V::add_rows where a row's number has to be broadcast to be multiplied. Few rows are broadcast as they are loaded, and their halves parted
-// in vectors; for more, GCC would keep the whole dwords of all rows, for which there are no registers left (256 bits: those are wide).
+// V::add_rows where a row's number has to be broadcast to be multiplied: as it is loaded, and the halves are parted in vectors. For few
+// rows: of many, GCC would keep the whole dwords, for which there are no registers left. Those are wide.
 template <class V, int R, Half kHalf>
 inline void broadcast_rows(typename V::F (&acc)[R][2], const typename V::F (&w)[2], const uint32_t* x) {
+  static_assert(R <= 8, "many rows are wide");
   for (int r = 0; r < R; ++r) {
-    typename V::I row;
-    if (kHalf == Half::kWhole || R > V::kFewRows) {
-      row = V::set(int(kHalf == Half::kWhole ? x[r] : kHalf == Half::kEven ? x[r] << 16 : x[r] & 0xffff0000u));
-    } else {
-      row = V::set(int(x[r]));
-      row = kHalf == Half::kEven ? V::shift_left_16(row) : V::bits_and(row, V::set(int(0xffff0000u)));
-    }
+    typename V::I row = V::set(int(x[r]));
+    if (kHalf != Half::kWhole) row = kHalf == Half::kEven ? V::shift_left_16(row) : V::bits_and(row, V::set(int(0xffff0000u)));
     for (int v = 0; v < 2; ++v) acc[r][v] = V::fma(w[v], V::as_floats(row), acc[r][v]);
   }
 }
@@ -78,7 +74,6 @@ struct Wide256 : V256 {
 
 // A panel is two of them.
 struct Whole256 : Twice<V256> {
-  static constexpr int kFewRows = 2;
   static constexpr bool kPairs = false, kWide = false;
   template <int R, Half kHalf>
   static DW_ALWAYS void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
@@ -90,7 +85,7 @@ struct Whole256 : Twice<V256> {
 struct V512 {
   using F = __m512;
   using I = __m512i;
-  static constexpr int kBytes = 64, kFewRows = 8;
+  static constexpr int kBytes = 64;
   static constexpr bool kPairs = false, kWide = false;
   template <int R, Half kHalf>
   static void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
@@ -123,6 +118,20 @@ struct V512 {
   static I shuffle(I v, I by) { return _mm512_shuffle_epi8(v, by); }
   static I low_pairs(I a, I b) { return _mm512_unpacklo_epi8(a, b); }
   static I high_pairs(I a, I b) { return _mm512_unpackhi_epi8(a, b); }
+};
+
+// As `Wide256`.
+struct Wide512 : V512 {
+  static constexpr bool kWide = true;
+  template <int R, Half kHalf>
+  static void add_rows(F (&acc)[R][2], const F (&w)[2], const uint32_t* x) {
+    static_assert(kHalf == Half::kWhole, "wide rows have one number in a dword");
+    for (int r = 0; r < R; ++r) {
+      const F row = _mm512_set1_ps(reinterpret_cast<const float*>(x)[r]);
+      for (int v = 0; v < 2; ++v) __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc[r][v]) : "v"(w[v]), "v"(row));
+    }
+    __asm__ volatile("" ::: "memory");
+  }
 };
 #endif
 
