@@ -18,7 +18,7 @@ from draftwise.adapt.acceptance import (
     outcome,
     size_class,
 )
-from draftwise.adapt.choice import Drafter, Group, Prices, make_option
+from draftwise.adapt.choice import Drafter, Group, Prices, cuts_of, make_option
 from draftwise.adapt.performance import PerformanceModel
 
 
@@ -149,8 +149,9 @@ def test_the_budget_follows_the_price_of_rows(row: float, cuts: tuple[int, int])
     in_runs(group)
     member = Drafter(group, 4, 4, 4)
     option = make_option(group, [member], 4, Prices(1, 0, False, 1.0), 1.0, priced(row))
-    ((_, on, member.cuts),) = option.members
+    ((_, on),) = option.members
     assert on
+    member.cuts = cuts_of(group, member, 4, option.row_price)
     found = []
     for member.before in (NOTHING, ALL):
         found.append(member.cut(4))

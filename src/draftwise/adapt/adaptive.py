@@ -59,6 +59,9 @@ class AdaptiveController(Controller):
         self.resting = self._following.resting
         self._planned = Planned(0)  # the newest step
         self._num_suspended = 0
+        self._unbooked = self._unbooked_tokens = (
+            0  # steps that were passed over since the last in the account
+        )
 
     # ------------------------------------------------------------------------------------------- planning
 
@@ -85,6 +88,8 @@ class AdaptiveController(Controller):
         elif self._explorer.is_due():
             active = partial(self._roster.active, self._step)
             self._explorer.look(decisions.prices, decisions.rate_gain, decisions.plain_known, active)
+            if self._explorer.pausing:  # what a choice takes is no part of a plain step
+                decisions.put_off(self._step + self._explorer.pause_steps + 1)
             self._look_for_samples(decisions.prices)
         return planned
 
@@ -203,14 +208,13 @@ class AdaptiveController(Controller):
             return
         decoding = shape.requests > 0 and not shape.prompt_rows
         pure = shape.rows == shape.requests
-        weight = 1
-        if decoding and not pure and step > self.settings.warm_steps and self._decisions.next_step > step + 2:
-            weight = (
-                3  # one step in three stands for all: taking it in costs as much as everything else together
-            )
-            if step % 3:
-                self._earn(seconds)
-                return
+        warm = step > self.settings.warm_steps and self._decisions.next_step > step + 2
+        if decoding and not pure and warm and step % self._decisions.stride:
+            # To take one in costs as much as everything else together: the next one stands for those before it, too.
+            self._unbooked += 1
+            self._unbooked_tokens += tokens
+            self._earn(seconds)
+            return
         usual = seconds - draft_time
         if not untimed:  # what was guessed by the target's part says nothing of that
             usual = self.model.observe_target(shape, usual)
@@ -223,7 +227,7 @@ class AdaptiveController(Controller):
             if pure and not untimed:
                 self._explorer.saw_plain(shape.requests)
             if not plain:
-                self._account(shape, tokens, min(seconds, 1.25 * usual), weight)
+                self._account(shape, tokens, min(seconds, 1.25 * usual))
         self._earn(seconds)
 
     def _observe_rows(self, rows: Sequence[RowResult], planned: Planned) -> tuple[int, int]:
@@ -288,19 +292,21 @@ class AdaptiveController(Controller):
             for group in self._groups:
                 self._following.drop(group)
 
-    def _account(self, shape: StepShape, tokens: int, seconds: float, weight: int) -> None:
-        """Book what speculation gains or loses against plain decoding, in plain steps; ``weight``: steps that this one
-        stands for.
+    def _account(self, shape: StepShape, tokens: int, seconds: float) -> None:
+        """Book what speculation gains or loses against plain decoding, in plain steps. The step stands for those that
+        were passed over before it, which took as long; their tokens were counted.
 
         Example: 3 tokens for one request in 1.5 times the time of a plain step: 3 - 1.5 = 1.5 steps gained.
         """
+        steps, total = 1 + self._unbooked, tokens + self._unbooked_tokens
+        self._unbooked = self._unbooked_tokens = 0
         prices = self._decisions.prices
         if prices is None or not self._decisions.plain_known:
             return
         if bucket(shape.requests) != bucket(prices.requests) or shape.sampled != prices.sampled:
             return
-        gain = tokens / shape.requests - seconds / prices.plain
-        self._ledger.book(weight * gain, shape.requests)
+        gain = total / shape.requests - steps * seconds / prices.plain
+        self._ledger.book(gain, shape.requests)
 
     def _earn(self, seconds: float) -> None:
         """Time that passes pays for learning, and for losses."""

@@ -131,7 +131,8 @@ class Option:
     tokens: float = 0.0  # accepted drafts
     rows: float = 0.0
     draft_time: float = 0.0
-    members: list[tuple[Drafter, bool, dict[int, int]]] = field(default_factory=list)
+    row_price: float = 0.0  # tokens
+    members: list[tuple[Drafter, bool]] = field(default_factory=list)  # and who drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +189,15 @@ def make_option(
     if count > 1:
         half = model.draft_time(group.method, count // 2, cap, sampled=group.sampled)
         draft_price = max(whole - half, 0.0) / (count - count // 2) * rate
-    option = Option(cap)
+    option = Option(cap, row_price=row_price)
     drafting = 0
     for member in members:
         nodes = min(cap, member.most)
-        tokens, rows, cuts = _member(group, member, nodes, row_price)
+        tokens, rows = _expected(group, member, nodes, row_price)
         # Alone, the comparison of options says whether it pays; among others, each has to pay for itself.
         worth = tokens - row_price * rows - draft_price
         on = count == 1 or worth > (0.0 if member.budget else SWITCH)
-        option.members.append((member, on, cuts))
+        option.members.append((member, on))
         if on:
             drafting += 1
             option.tokens += tokens
@@ -206,44 +207,59 @@ def make_option(
     option.draft_time = (
         whole if drafting == count else model.draft_time(group.method, drafting, cap, sampled=group.sampled)
     )
-    lag = sum(member.lag(prices.step) for member, on, _ in option.members if on)
+    lag = sum(member.lag(prices.step) for member, on in option.members if on)
     if lag > drafting:  # drafters have to catch up on requests that did not draft
         late = model.catch_up_time(group.method, drafting, cap, lag, group.sampled)
         option.draft_time += late / _CATCH_UP_STEPS
     return option
 
 
-def _member(
-    group: Group, member: Drafter, nodes: int, row_price: float
-) -> tuple[float, float, dict[int, int]]:
-    """(expected accepted drafts, expected rows, cuts) of a request that drafts ``nodes`` nodes."""
+def _expected(group: Group, member: Drafter, nodes: int, row_price: float) -> tuple[float, float]:
+    """(expected accepted drafts, expected rows) of a request that drafts ``nodes`` nodes."""
     if not group.evident:
         kind = TREE if group.trees else ANY
-        curve = member.history.expected(group.acceptance, kind, nodes)
-        # What waits when the next choice is made was paid for already: it is verified as far as its rows pay.
-        cuts = {kind: best_cut(curve, member.most, row_price)}
-        if kind == ANY:
-            for before in (NOTHING, SOME, ALL):
-                behind = member.history.expected_after(group.acceptance, before, nodes)
-                if behind is not None:
-                    cuts[after(before)] = best_cut(behind, member.most, row_price)
-        return curve[nodes], float(nodes), cuts
+        return member.history.expected(group.acceptance, kind, nodes)[nodes], float(nodes)
     tokens = rows = total = 0.0
-    cuts = {}
-    sizes = group.acceptance.sizes or {size_class(nodes): (1.0, float(nodes))}
-    for size, (many, sum_nodes) in sizes.items():
+    for kind, many, mean in _sizes(group, nodes):
         total += many
-        if size == 0:
-            continue
-        kind = TREE if group.trees else size
-        mean = min(round(sum_nodes / many), nodes)
-        curve = member.history.expected(group.acceptance, kind, nodes)
-        cut = best_cut(curve, nodes, row_price) if group.cuts else nodes
-        cuts[kind] = max(cut, cuts.get(kind, 0))
-        verified = min(cut, mean)
-        tokens += many * curve[verified]
-        rows += many * verified
-    return tokens / total, rows / total, cuts
+        if mean:
+            curve = member.history.expected(group.acceptance, kind, nodes)
+            verified = min(best_cut(curve, nodes, row_price) if group.cuts else nodes, mean)
+            tokens += many * curve[verified]
+            rows += many * verified
+    return tokens / total, rows / total
+
+
+def cuts_of(group: Group, member: Drafter, nodes: int, row_price: float) -> dict[int, int]:
+    """`Drafter.cuts` of a request whose rows have this price. What waits when the next choice is made was paid for
+    already: it is verified as far as its rows pay."""
+    if group.evident:
+        cuts: dict[int, int] = {}
+        for kind, _, mean in _sizes(group, nodes):
+            if mean:
+                curve = member.history.expected(group.acceptance, kind, nodes)
+                cut = best_cut(curve, nodes, row_price) if group.cuts else nodes
+                cuts[kind] = max(cut, cuts.get(kind, 0))
+        return cuts
+    kind = TREE if group.trees else ANY
+    curve = member.history.expected(group.acceptance, kind, nodes)
+    cuts = {kind: best_cut(curve, member.most, row_price)}
+    if kind == ANY:
+        for before in (NOTHING, SOME, ALL):
+            behind = member.history.expected_after(group.acceptance, before, nodes)
+            if behind is not None:
+                cuts[after(before)] = best_cut(behind, member.most, row_price)
+    return cuts
+
+
+def _sizes(group: Group, nodes: int) -> list[tuple[int, float, int]]:
+    """The proposals of an evident drafter: (class under which they are counted, how many, their mean size), at most
+    ``nodes``; 0: empty ones."""
+    sizes = group.acceptance.sizes or {size_class(nodes): (1.0, float(nodes))}
+    return [
+        (TREE if group.trees else size, many, min(round(total / many), nodes) if size else 0)
+        for size, (many, total) in sizes.items()
+    ]
 
 
 def best_cut(curve: Sequence[float], most: int, row_price: float) -> int:

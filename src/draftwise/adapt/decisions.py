@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, pays_at_best
+from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, cuts_of, pays_at_best
 from draftwise.adapt.following import Following
 from draftwise.adapt.ledger import Ledger
 from draftwise.adapt.performance import PerformanceModel, bucket, class_of_batch
 from draftwise.adapt.roster import Roster
 from draftwise.adapt.settings import AdaptiveSettings
 
+_STRIDE = 3
+"""One drafting step of so many is taken in, once the engine is warm."""
+_QUICK = 0.002
+_MOST_QUICK = 2.0
+"""Seconds of a plain step below which the controller looks more rarely, up to so many times: what it takes is the same
+for a small model, and more of its steps."""
 _HOPELESS_DRAFTS = 8
 _HOPELESS_ACCEPTED = 0.3
 """So many proposals of which less than so many drafts were accepted on average end a trial before its time."""
@@ -18,7 +24,8 @@ class Decisions:
     """The newest choice, what it was made of, and the step at which the next one is made.
 
     ``prices``: what the newest decision reckoned with; None: none was made. ``plain_known``: its plain step was
-    measured, not guessed. ``rate_gain``: the rate that it promises over the plain one.
+    measured, not guessed. ``rate_gain``: the rate that it promises over the plain one. ``stride``: one step in so many
+    is taken in.
     """
 
     def __init__(
@@ -34,6 +41,7 @@ class Decisions:
         self.rate_gain = 1.0
         self.num_decisions = 0
         self.next_step = 0
+        self.stride = _STRIDE
         self._model = model
         self._settings = settings
         self._roster = roster
@@ -50,6 +58,10 @@ class Decisions:
     def decide_by(self, step: int) -> None:
         """Not later than at this step."""
         self.next_step = min(self.next_step, step)
+
+    def put_off(self, step: int) -> None:
+        """Not before this step, unless the batch changes."""
+        self.next_step = max(self.next_step, step)
 
     def saw_decoding(self, context: int, sampled: bool) -> None:
         """The newest step that decoded: tokens before a row, on average, and whether tokens were drawn."""
@@ -95,7 +107,9 @@ class Decisions:
             rows = round(n + sum(option.rows for option in options))
             guessed = self._model.times_measured(n, rows, context, sampled) < 3
             early = guessed or step < settings.warm_steps
-            interval = min(interval, settings.warm_interval if early else settings.interval)
+            quick = min(max(_QUICK / plain, 1.0), _MOST_QUICK)
+            self.stride = round(_STRIDE * quick)
+            interval = min(interval, settings.warm_interval if early else round(settings.interval * quick))
         self.next_step = step + interval
 
     def _able(self, group: Group, members: list[Drafter], step: int) -> list[Drafter]:
@@ -137,15 +151,15 @@ class Decisions:
         group.hopeful = True
         if option.cap:
             group.last_cap = option.cap
-        drafting = sum(on for _, on, _ in option.members)
+        drafting = sum(on for _, on in option.members)
         group.accepted = option.tokens / drafting if drafting else None
         if not option.cap:
             group.hopeful = pays_at_best(group, members, self.prices, self._model)
             for member in members:
                 member.budget = 0
             return
-        for member, on, cuts in option.members:
+        for member, on in option.members:
             member.budget = min(option.cap, member.most) if on else 0
-            member.cuts = cuts
+            member.cuts = cuts_of(group, member, min(option.cap, member.most), option.row_price)
             if member.budget:
                 member.probe = 0
