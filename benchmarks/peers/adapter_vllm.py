@@ -94,8 +94,8 @@ class VLLM(Engine):
         return time.perf_counter() - start
 
     def _forget_outputs(self) -> None:
-        """Empty the cache of outputs in which suffixes are looked up. Rounds repeat prompts: an answer of one round would
-        be known word for word in the next, as no user would see it."""
+        """Empty the cache of outputs in which suffixes are looked up. Rounds repeat prompts: an answer of one round
+        would be known word for word in the next, as no user would see it."""
         core = self.llm.llm_engine.engine_core.engine_core
         cache = core.model_executor.driver_worker.worker.model_runner.drafter.suffix_cache
         for request in list(cache.active_requests):
