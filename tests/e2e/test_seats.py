@@ -35,6 +35,7 @@ RULES: dict[str, dict[str, Any]] = {
     "coupled": {"temperature": 0.9},
     "rejection": {"temperature": 1.0},
     "block": {"temperature": 0.8},
+    "typical": {"temperature": 0.7},
 }
 
 
@@ -144,6 +145,7 @@ CASES = [
         for method in ("none", "draft_model", "eagle3", "mtp", "ngram", "medusa", "early_exit", "hybrid")
     ),
     *(("block", method) for method in ("draft_model", "eagle3", "medusa", "hybrid")),
+    *(("typical", method) for method in ("draft_model", "eagle3", "ngram", "medusa")),
 ]
 
 
@@ -181,7 +183,7 @@ def test_trees_stay_on_the_device(request: pytest.FixtureRequest, shape: str, me
     """The text of the engine that waits, by the same drafts; nobody ever decodes in an ordinary step."""
     forests: Engines = request.getfixturevalue(shape)
     params = params_of(rule, method, max_tokens=24)
-    draws = rule in ("rejection", "block")
+    draws = rule in ("rejection", "block", "typical")
     if (
         not draws
     ):  # what a drafter makes of these depends on whether its loop fits, and so does what is drawn then

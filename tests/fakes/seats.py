@@ -254,6 +254,7 @@ EFFECTS = {
     "advance_rows": _advance,
     "keep_drafts": _keep,
     "keep_at_rates": _keep_at_rates,
+    "keep_typical": _keep_at_rates,
     "look_up": _look_up,
 }
 """Of the kernels between the passes of seats, on their arguments by name, where kernels are not run."""

@@ -284,6 +284,16 @@ def seat_steps() -> None:
             SAMPLED=sampled,
             PARTS_PAD=16,
         )
+        build(
+            rates.keep_typical,
+            f"*fp32 *i64 *i32 *fp64 *fp32 *i32 *i64 *fp64 *i32 {'i32 ' * 4}",
+            EPSILON=0.09,
+            DELTA=0.3,
+            SAMPLED=sampled,
+            PARTS_PAD=16,
+            BLOCK=8,
+        )
+    build(rates.entropies, f"*fp32 *fp32 *i64 *i32 *fp64 {'i32 ' * 4}", BLOCK=1024)
 
 
 if __name__ == "__main__":
