@@ -18,16 +18,18 @@ import torch
 from draftwise import LLM, AsyncLLM, RequestOutput, SamplingParams
 from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.kernels.torch_ops import TorchOps
+from draftwise.runner.seat_entry import Scratch
 from draftwise.runner.seating import Seating
 from draftwise.runner.seats import Seats
 from draftwise.runner.threaded import ThreadedExecutor
 from tests.e2e.conftest import token_ids
+from tests.fakes.block import BlockShape, random_weights, save_block
 from tests.fakes.every_method import SHAPES, VOCAB, make_families, make_target
 from tests.fakes.fake_executor import LateExecutor
 from tests.fakes.fake_graphs import FakeGraphs
 
 METHODS = [
-    "none", "draft_model", "eagle", "eagle3", "mtp", "ngram", "suffix", "medusa", "early_exit", "hybrid",
+    "none", "draft_model", "eagle", "eagle3", "mtp", "dflash", "ngram", "suffix", "medusa", "early_exit", "hybrid",
 ]  # fmt: skip
 TREES = ["draft_model", "eagle", "eagle3", "mtp", "medusa", "early_exit"]
 RULES: dict[str, dict[str, Any]] = {
@@ -245,6 +247,67 @@ def test_drafts_in_one_pass_stay_on_the_device(engines: Engines, method: str, ru
     (entry,) = (entry for entry in engines.families["other forms"] if entry["method"] == method)
     found = _stay(engines, entry, rule)
     assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 2
+
+
+_OF_TARGET: dict[str, Any] = {
+    "vocab": VOCAB,
+    "target_layers": (0, 2),
+    "num_target_layers": 3,
+    "mask": VOCAB - 1,
+}
+BLOCKS = {
+    "dflash": BlockShape(**_OF_TARGET, windows=(None, 8), own=True, draft_vocab=VOCAB - 2),
+    "dspark": BlockShape("deepspec", **_OF_TARGET, from_root=True, markov="rnn", own=True),
+    "dflash2": BlockShape(**_OF_TARGET, windows=(9, 9), selector=(6, 5), conv=(2, 8)),
+    "domino": BlockShape(**_OF_TARGET, domino=(7, 5, 1)),
+}
+"""A vocabulary of its own, and a window for some of the layers; drafts that depend on those before them, through a
+state and without; rows that read one another outside of attention."""
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("blocks")
+    return {
+        name: {"method": "dflash", "model": save_block(root / name, shape, random_weights(shape, 4, 0.15))}
+        for name, shape in BLOCKS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "rule"),
+    [
+        *(("dflash", "chain", rule) for rule in RULES),
+        *(
+            (name, "chain", rule)
+            for name in ("dspark", "dflash2", "domino")
+            for rule in ("coupled", "rejection")
+        ),
+        *(("dflash", shape, rule) for shape in ("static", "dynamic") for rule in ("coupled", "rejection")),
+        *((name, "static", "block") for name in ("dspark", "dflash2")),
+        *((name, "dynamic", "greedy") for name in ("dspark", "domino")),
+    ],
+)
+def test_blocks_that_are_filled_in_stay_on_the_device(
+    engines: Engines, blocks: dict[str, dict[str, Any]], name: str, shape: str, rule: str
+) -> None:
+    found = _stay(engines, blocks[name] | SHAPES[shape], rule)
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 2
+
+
+def test_a_block_in_another_requests_place_is_found(
+    engines: Engines, blocks: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks that have no scratch of their own behind a request's blocks read those of others: other drafts."""
+    take = Scratch.take
+
+    def first(self: Scratch, method: str) -> range:
+        own = take(self, method)
+        return range(128, 128 + len(own))
+
+    monkeypatch.setattr(Scratch, "take", first)
+    with pytest.raises(AssertionError):
+        _stay(engines, blocks["dflash"] | SHAPES["chain"], "greedy")
 
 
 @pytest.mark.parametrize("family", ["forests", "growing"])
@@ -525,7 +588,9 @@ def sent_away_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "medusa", "early_exit", "hybrid"])
+@pytest.mark.parametrize(
+    "method", ["draft_model", "eagle3", "dflash", "ngram", "medusa", "early_exit", "hybrid"]
+)
 def test_who_leaves_a_seat_goes_on_as_it_stood(
     engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

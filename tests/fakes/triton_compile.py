@@ -76,7 +76,7 @@ def main() -> None:
     ):
         build(
             attention.partial_attention,
-            f"{q} {kv} {scales} {'*i32 ' * 7} *fp32 *fp32 *fp32 i32 i32 i32 i32 fp32 fp32 i32",
+            f"{q} {kv} {scales} {'*i32 ' * 8} *fp32 *fp32 *fp32 i32 i32 i32 i32 fp32 fp32 i32",
             **dict(zip(("CAPPED", "WINDOWED", "CODES"), flags, strict=True)),
             FP8=kv == "*u8",
             PAGE=16,
@@ -94,7 +94,7 @@ def main() -> None:
     for sinks in (False, True):
         build(
             attention.combine_partitions,
-            "*fp32 *fp32 *fp32 *i32 *fp32 *bf16 i32 i32 i32",
+            "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16 i32 i32 i32",
             HEADS=32,
             DIM=128,
             DIM_PAD=128,

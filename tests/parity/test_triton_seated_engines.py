@@ -69,6 +69,9 @@ def outputs(
         ("eagle3", True),
         ("hybrid", False),
         ("p-eagle", False),
+        ("dflash", False),
+        ("dflash", True),
+        ("dspark", False),
     ],
 )
 def test_the_text_is_that_of_engines_that_wait(
@@ -82,8 +85,9 @@ def test_the_text_is_that_of_engines_that_wait(
     if method != "draft_model":  # whose vocabulary is smaller
         folder = make_target(tmp_path)
         families = make_families(tmp_path)
-        family = families["other forms" if method == "p-eagle" else "methods"]
-        method = "eagle3" if method == "p-eagle" else method
+        others = {"p-eagle": "eagle3", "dspark": "dflash"}
+        family = families["other forms" if method in others else "methods"]
+        method = others.get(method, method)
         drafter = next(d for d in family if d["method"] == method)
         if tree:
             del drafter["num_speculative_tokens"]

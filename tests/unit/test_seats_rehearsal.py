@@ -52,6 +52,10 @@ CASES = [
         (method, "chain", "")
         for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit", "hybrid")
     ),
+    ("eagle3", "chain", "typical"),
+    ("dflash", "chain", ""),
+    ("dflash", "static", "coupled"),
+    ("dflash", "masks", ""),
     ("draft_model", "masks", ""),
     pytest.param("eagle3", "masks", "", marks=pytest.mark.slow),
     *((method, "static", "coupled") for method in ("draft_model", "eagle3", "mtp", "medusa")),

@@ -18,7 +18,8 @@ from draftwise.types import ChainDraws, StepInput, TreeDraws
 class Captures:
     """``passes``, and loops of ``steps`` drafts (0: none), or of the tree ``tree``, for the requests of ``loops``,
     whose first pass has as many rows as there; ``pieces``: numbers of rows of passes without attention, see
-    `graphs.pieces`. ``mask``: the token with which a draft model drafts all tokens in one pass; None: it does not."""
+    `graphs.pieces`. ``mask``: the token with which a draft model drafts all tokens in one pass; None: it does not.
+    ``block``: rows of a request in a `BlockPass`; 0: there is none."""
 
     passes: tuple[Shape, ...]
     loops: tuple[Shape, ...] = ()
@@ -26,6 +27,7 @@ class Captures:
     tree: TreePlan | None = None
     pieces: tuple[int, ...] = ()
     mask: int | None = None
+    block: int = 0
 
     @property
     def max_requests(self) -> int:
@@ -42,8 +44,10 @@ class Captures:
 
     @property
     def fed(self) -> int:
-        """Nodes of a request that loops feed without regard to how many are verified; 0: none are."""
+        """Rows of a request that loops feed without regard to how many drafts are verified; 0: none are."""
         tree = self.tree
+        if self.block:
+            return self.block
         return 0 if tree is None or tree.shape is not None else max(tree.top_k * (tree.depth - 1), 1)
 
     @property

@@ -42,14 +42,12 @@ class ChainLoop(DraftLoop):
         """See `DraftLoop`."""
         super().__init__(shape, kind, steps, drafter, rows, memory, spare_slot, backend)
         self._steps = steps
-        if drafter.mask_token is not None:
+        if drafter.mask_token is not None and drafter.block is None:
             self.masks = steps - 1
-        requests, device = shape.requests, backend.device
-        self._zeros = torch.zeros(requests, dtype=torch.int32, device=device)
-        self._ones = torch.ones(requests, dtype=torch.int64, device=device)
-        self._reach = torch.arange(steps + 1, device=device)
+        self._alone = torch.ones(shape.requests, dtype=torch.int64, device=backend.device)
+        self._reach = torch.arange(steps + 1, device=backend.device)
         self._depths = self._nodes = self._reach[:-1]
-        self._tokens = memory.tokens[:requests]
+        self._tokens = memory.tokens[: shape.requests]
 
     @property
     def steps(self) -> int:
@@ -58,9 +56,7 @@ class ChainLoop(DraftLoop):
     def takes(self, need: Need, steps: int, draws: ChainDraws | None) -> bool:
         """Whether it can draft for requests with this need."""
         kind = "argmax" if draws is None else draws.stream
-        if self.drafter.mask_token is not None:
-            return False  # the host makes rows of masks itself
-        return steps <= self.steps and kind == self.kind and self.rows.fits(need)
+        return not self.at_once and steps <= self.steps and kind == self.kind and self.rows.fits(need)
 
     def run(
         self, batch: StepInput, features: Tensor | None, steps: int, draws: ChainDraws | None
@@ -95,10 +91,10 @@ class ChainLoop(DraftLoop):
 
     def _run(self) -> None:
         self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
-        if self.drafter.advance is None or self.masks:
-            for step, logits in enumerate(self._in_one_pass()):
-                self._tokens[:, step].copy_(self._draw(logits, step))
+        if self.at_once:
+            self._draw_all()
             return
+        assert self.drafter.advance is not None
         hidden, features = self.drafter.advance(self.rows.batch, self._features)
         hidden = hidden.index_select(0, self._last)
         if features is not None:
@@ -109,29 +105,17 @@ class ChainLoop(DraftLoop):
             if step + 1 < self.steps:
                 hidden, features = self.drafter.advance(self._next(tokens, step), features)
 
-    def _in_one_pass(self) -> Tensor:
-        """Logits [steps, R, Vd] behind all drafts. Those of masks come from the rows behind a request's last token,
-        of which only place and position were filled in.
-
-        Example: 3 drafts, 6 rows each, of which two requests have filled 1 and 3: ``last`` is 0 and 8, and drafts are
-        drawn from rows 0, 1, 2 and 8, 9, 10.
-        """
-        drafter, features = self.drafter, self._features
-        if drafter.advance is None:
-            assert features is not None
-            return drafter.logits(features)
-        batch, (requests, width) = self.rows.batch, (self.shape.requests, self.shape.rows)
-        row = torch.arange(requests * width, device=self._last.device)
-        masked = row > self._last[:, None].expand(-1, width).flatten()
-        assert drafter.mask_token is not None
-        batch = replace(batch, token_ids=batch.token_ids.masked_fill(masked, drafter.mask_token))
-        if features is not None:
-            assert drafter.mask_feature is not None
-            features = torch.where(masked[:, None], drafter.mask_feature, features)
-        hidden, _ = drafter.advance(batch, features)
-        drawn_from = row[: self.steps, None] + self._last
-        logits = drafter.logits(hidden.index_select(0, drawn_from.flatten()))
-        return logits.view(self.steps, requests, -1)
+    def _draw_all(self) -> None:
+        every, hidden = self._in_one_pass()
+        block = self.drafter.block
+        tokens = self.rows.batch.token_ids.index_select(0, self._last)
+        state: Tensor | None = None
+        for step, logits in enumerate(every):
+            if block is not None and block.correct is not None:
+                assert hidden is not None
+                logits, state = block.correct(logits, tokens, hidden[step], state, step)
+            tokens = self._draw(logits, step)
+            self._tokens[:, step].copy_(tokens)
 
     def _draw(self, logits: Tensor, step: int) -> Tensor:
         """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
@@ -176,7 +160,7 @@ class ChainLoop(DraftLoop):
         positions, slots, context = made(self._start, self._length, step, where)
         max_keys = static.max_keys + self.steps
         alone = replace(
-            static, rows=1, max_keys=max_keys, context=context, is_tree=self._zeros, ancestors=self._ones
+            static, rows=1, max_keys=max_keys, context=context, is_tree=self._zeros, ancestors=self._alone
         )
         return static_input(tokens, positions, slots, size, alone)
 

@@ -13,9 +13,10 @@ from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Tables
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.decoder import on_device
-from draftwise.graphs.loop import Drafter
+from draftwise.graphs.loop import BlockPass, Drafter
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
+from draftwise.models.heads.block import BLOCK, BlockHead
 from draftwise.models.heads.wrapped import WrappedHead
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 
@@ -110,7 +111,18 @@ class GraphedHead(WrappedHead):
             dtype=self.dtype,
             mask_token=self.mask_token,
             mask_feature=self.mask_feature,
+            block=None if not isinstance(inner, BlockHead) else self._block_pass(inner, kv),
         )
+
+    def _block_pass(self, inner: BlockHead, kv: KVStorage) -> BlockPass:
+        nothing = torch.empty((0, self.feature_size), dtype=self.dtype, device=self.device)
+
+        def advance(batch: StepInput) -> Tensor:
+            return inner.forward(batch, nothing, kv, BLOCK).hidden
+
+        correction = inner.correction
+        correct = None if correction is None else correction.correct
+        return BlockPass(advance, self.captures.block, inner.first_row, correct)
 
     # ------------------------------------------------------------------------------- what is handed through
 

@@ -21,6 +21,7 @@ from draftwise.graphs.plans import TreePlan
 from draftwise.graphs.sizes import loop_shapes, pass_shapes, piece_rows
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
+from draftwise.models.heads.block import BlockHead
 from draftwise.types import TreeShape
 
 if TYPE_CHECKING:  # it reads files with safetensors, which `bench gpu` does without
@@ -103,9 +104,12 @@ class GraphSetup:
         """A draft head likewise. It has not seen the tokens of the last step: the accepted ones, and the root."""
         if not head.capturable:
             return head
-        captures = self._loops(steps, steps, tree, head.mask_token is not None)
+        block = head if isinstance(head, BlockHead) else None
+        captures = self._loops(steps, steps, tree, head.mask_token is not None and block is None)
         if head.num_depths > 1:
             captures = Captures(())  # drafts with another layer each time
+        elif block is not None:
+            captures = replace(captures, block=block.rows_of(steps if tree is None else tree.levels))
         self._plan(f"head {type(head).__name__}", captures)
         return GraphedHead(head, captures, self.block_size, self.backend)
 

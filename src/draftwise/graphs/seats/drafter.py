@@ -53,12 +53,12 @@ class SeatedDrafter(ABC):
         sample_method: DraftSampleMethod,
         scratch: Sequence[range] = (),
     ) -> None:
-        """``scratch``: blocks of its storage for nodes of dynamic trees, for each request that may have a seat."""
+        """``scratch``: blocks of its storage for each request that may have a seat, if it feeds more than is verified:
+        nodes of dynamic trees, blocks of masks."""
         self._loops = loops
         self._max_len = max_len
         self._sample_method = sample_method
-        self.scratch = scratch if self.plan is not None and self.plan.shape is None else ()
-        """Of dynamic trees alone."""
+        self.scratch = scratch
 
     @property
     def steps(self) -> int:
