@@ -249,6 +249,41 @@ def test_drafts_in_one_pass_stay_on_the_device(engines: Engines, method: str, ru
     assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 2
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_layers_that_take_turns_stay_on_the_device(engines: Engines, rule: str) -> None:
+    found = _stay(engines, three_layers(engines), rule)
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 2
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "three layers"])
+def test_what_a_head_kept_in_a_seat_is_gone_on_from(engines: Engines, method: str) -> None:
+    """A request whose prompt is another one's text: it finds the blocks, and beside them what each layer reads behind
+    them, and drafts what it drafts in an engine that waits."""
+    entry = three_layers(engines) if method == "three layers" else _entry(engines, method)
+    params = params_of("greedy", entry["method"], max_tokens=20)[:1]
+    traces = []
+    for ahead in (False, True):
+        with engines.make(async_scheduling=ahead, speculative_config=entry, keep_trace=True) as llm:
+            first = llm.generate(engines.prompts[:1], params)[0]
+            text = [*engines.prompts[0]["prompt_token_ids"], *first.outputs[0].token_ids]
+            second = llm.generate([{"prompt_token_ids": text}], params)[0]
+            assert second.num_cached_tokens > len(text) - 9
+            traces.append([o.outputs[0].trace for o in (first, second)])
+            assert not ahead or seats(llm).num_entered == 2
+    assert traces[0] == traces[1]
+
+
+def _entry(engines: Engines, method: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(entry for entry in engines.chosen if entry["method"] == method)
+    return found
+
+
+def three_layers(engines: Engines) -> dict[str, Any]:
+    """MTP; of four drafts the last layer makes two."""
+    (entry,) = (entry for entry in engines.families["other forms"] if entry["method"] == "mtp")
+    return entry | {"num_speculative_tokens": 4}
+
+
 _OF_TARGET: dict[str, Any] = {
     "vocab": VOCAB,
     "target_layers": (0, 2),
@@ -589,7 +624,7 @@ def sent_away_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["draft_model", "eagle3", "dflash", "ngram", "medusa", "early_exit", "hybrid"]
+    "method", ["draft_model", "eagle3", "dflash", "three layers", "ngram", "medusa", "early_exit", "hybrid"]
 )
 def test_who_leaves_a_seat_goes_on_as_it_stood(
     engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
@@ -597,10 +632,10 @@ def test_who_leaves_a_seat_goes_on_as_it_stood(
     """Requests arrive one after the other and leave their seats every few steps; drafts, what they were drawn from and
     a head's features go with the requests, so that no draw changes."""
     sent_away_at_times(monkeypatch)
-    params = params_of("rejection", method, max_tokens=20)
+    entry = three_layers(engines) if method == "three layers" else _entry(engines, method)
+    params = params_of("rejection", entry["method"], max_tokens=20)
     # a head that did not see a shared prefix drafts something else, which changes what is drawn
-    used = [entry for entry in engines.chosen if entry["method"] == method]
-    options = engines.options(enable_prefix_caching=False, speculative_config=used)
+    options = engines.options(enable_prefix_caching=False, speculative_config=entry)
     with LLM(engines.target, **options) as waiting:
         wanted = token_ids(waiting.generate(engines.prompts, params))
     options["async_scheduling"] = True

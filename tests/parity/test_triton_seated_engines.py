@@ -72,6 +72,7 @@ def outputs(
         ("dflash", False),
         ("dflash", True),
         ("dspark", False),
+        ("mtp3", False),
     ],
 )
 def test_the_text_is_that_of_engines_that_wait(
@@ -85,7 +86,7 @@ def test_the_text_is_that_of_engines_that_wait(
     if method != "draft_model":  # whose vocabulary is smaller
         folder = make_target(tmp_path)
         families = make_families(tmp_path)
-        others = {"p-eagle": "eagle3", "dspark": "dflash"}
+        others = {"p-eagle": "eagle3", "dspark": "dflash", "mtp3": "mtp"}
         family = families["other forms" if method in others else "methods"]
         method = others.get(method, method)
         drafter = next(d for d in family if d["method"] == method)

@@ -17,6 +17,7 @@ from draftwise.graphs.chains import ChainLoop
 from draftwise.graphs.loop import Drafter, LoopMemory
 from draftwise.graphs.plans import distribution_rows
 from draftwise.graphs.seats import rows
+from draftwise.graphs.seats.features import DrafterSeats, SeatedLoop
 from draftwise.graphs.seats.memory import (
     ACCEPTED,
     ANSWER,
@@ -39,7 +40,7 @@ from draftwise.graphs.seats.memory import (
 )
 from draftwise.graphs.seats.rules import Deciding, verify
 from draftwise.graphs.seats.shaping import BIASED, PENALISED, TEMPERED, TRUNCATED, Shaping, numbers_of
-from draftwise.graphs.seats.step import DrafterSeats, Entering, SeatedLoop, SeatedSteps
+from draftwise.graphs.seats.step import Entering, SeatedSteps
 from draftwise.names import ACCEPT, SHARED
 from draftwise.sampling.logits import LogitsRow, process
 from draftwise.sampling.noise import (

@@ -56,6 +56,7 @@ CASES = [
     ("dflash", "chain", ""),
     ("dflash", "static", "coupled"),
     ("dflash", "masks", ""),
+    ("mtp", "masks", ""),
     ("draft_model", "masks", ""),
     pytest.param("eagle3", "masks", "", marks=pytest.mark.slow),
     *((method, "static", "coupled") for method in ("draft_model", "eagle3", "mtp", "medusa")),
@@ -69,7 +70,7 @@ CASES = [
 def test_a_step_waits_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, shape: str, rule: str
 ) -> None:
-    """``rule``: empty: the default. ``shape`` "masks": drafts in one pass."""
+    """``rule``: empty: the default. ``shape`` "masks": other forms of the method, such as drafts in one pass."""
     form = "other forms" if shape == "masks" else "methods"
     target, families = make_target(tmp_path), make_families(tmp_path)
     options: dict[str, Any] = {

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape, static_input
@@ -56,7 +57,9 @@ class ChainLoop(DraftLoop):
     def takes(self, need: Need, steps: int, draws: ChainDraws | None) -> bool:
         """Whether it can draft for requests with this need."""
         kind = "argmax" if draws is None else draws.stream
-        return not self.at_once and steps <= self.steps and kind == self.kind and self.rows.fits(need)
+        # what a deeper layer goes on from is known to seats alone
+        alone = self.at_once or bool(self.drafter.deeper)
+        return not alone and steps <= self.steps and kind == self.kind and self.rows.fits(need)
 
     def run(
         self, batch: StepInput, features: Tensor | None, steps: int, draws: ChainDraws | None
@@ -94,16 +97,68 @@ class ChainLoop(DraftLoop):
         if self.at_once:
             self._draw_all()
             return
-        assert self.drafter.advance is not None
-        hidden, features = self.drafter.advance(self.rows.batch, self._features)
+        advance, deeper = self.drafter.advance, self.drafter.deeper
+        assert advance is not None
+        hidden, given = advance(self.rows.batch, self._features)
         hidden = hidden.index_select(0, self._last)
-        if features is not None:
-            features = features.index_select(0, self._last)
+        features = None if given is None else given.index_select(0, self._last)
         for step in range(self.steps):
             tokens = self._draw(self.drafter.logits(hidden), step)
             self._tokens[:, step].copy_(tokens)
-            if step + 1 < self.steps:
-                hidden, features = self.drafter.advance(self._next(tokens, step), features)
+            if step < len(deeper):
+                assert given is not None
+                hidden, features, given = self._deepen(step + 1, given)
+            elif step + 1 < self.steps:
+                alone = deeper[-1] if deeper else advance
+                hidden, features = alone(self._next(tokens, step), features)
+
+    def _deepen(self, depth: int, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The pass of a deeper layer over the rows of the first pass and ``depth`` drafts behind them. Row j reads what
+        the layer above gave for row j - 1, the first one what is carried.
+
+        Args:
+            depth: of the layer, from 1 on.
+            given: [R * (rows + depth - 1), F] features from the layer above.
+
+        Returns:
+            Hidden states and features of the last draft's row, [R, H] and [R, F], and the features of all rows.
+        """
+        first, (requests, width) = self.rows.batch, (self.shape.requests, self.shape.rows)
+        static = first.attention.static
+        assert static is not None and self._carried is not None
+        features = self._deeper[depth - 1]
+        features[:, 0].copy_(self._carried[:, depth - 1])
+        features[:, 1:].copy_(given.view(requests, width + depth - 1, -1))
+        place = torch.arange(width + depth, device=given.device)
+        request = torch.arange(requests, device=given.device)
+        known = (self._last - request * width + 1)[:, None]  # rows of known tokens
+        draft = place - known
+        is_known = draft < 0
+        drafted = self._tokens.gather(1, draft.clamp(0, self.steps - 1))
+        tokens, slots = (pad(x.view(requests, width), (0, depth)) for x in (first.token_ids, first.slots))
+        drafting = (draft < depth) & (draft + 1 < self._length[:, None])
+        stored = torch.where(is_known, (slots != self._spare_slot) & (place < width), drafting)
+        keys = static.context[:, None].long() + place
+        positions = (keys + self.drafter.position_offset).clamp(0, self.drafter.max_position)
+        batch = self._rows_at(
+            torch.where(is_known, tokens, drafted),
+            keys,
+            positions,
+            stored,
+            context=static.context,
+            first_key=self._first_key(depth, static.context),
+        )
+        hidden, own = self.drafter.deeper[depth - 1](batch, features.flatten(0, 1))
+        assert own is not None
+        row = request * (width + depth) + known.squeeze(1) + depth - 1
+        return hidden.index_select(0, row), own.index_select(0, row), own
+
+    def _first_key(self, depth: int, context: Tensor) -> Tensor:
+        """[R] int32: a layer has no rows before its own first key, which stands one behind that of the layer above.
+        Requests that fill up see some key all the same."""
+        static = self.rows.batch.attention.static
+        assert static is not None
+        return torch.minimum(static.first_key + depth, context) if depth else static.first_key
 
     def _draw_all(self) -> None:
         every, hidden = self._in_one_pass()
@@ -158,9 +213,14 @@ class ChainLoop(DraftLoop):
         )
         made = next_rows if self._fused else next_rows_in_torch
         positions, slots, context = made(self._start, self._length, step, where)
-        max_keys = static.max_keys + self.steps
         alone = replace(
-            static, rows=1, max_keys=max_keys, context=context, is_tree=self._zeros, ancestors=self._alone
+            static,
+            rows=1,
+            max_keys=static.max_keys + self.steps,
+            context=context,
+            first_key=self._first_key(len(drafter.deeper), context),
+            is_tree=self._zeros,
+            ancestors=self._alone,
         )
         return static_input(tokens, positions, slots, size, alone)
 

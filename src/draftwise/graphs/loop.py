@@ -48,6 +48,10 @@ class LoopSeats(NamedTuple):
     form: Tensor | None = (
         None  # [R, 3, steps + 1] int64, left behind of dynamic trees: see `seats.memory.form_of`
     )
+    carried: Tensor | None = None  # [R, depths - 1, F] of heads with several layers
+    deeper: tuple[
+        Tensor, ...
+    ] = ()  # of each deeper layer the features that it has read, [R, rows + depth, F]
 
 
 class BlockPass(NamedTuple):
@@ -73,7 +77,8 @@ class Drafter:
     ``position_offset``: from a row's key to its position, -1 for heads. ``target_ids`` [Vd] int64: the target's id of
     each of its tokens; None: they are the same. ``mask_token``: it drafts all tokens in one pass, over rows of this;
     None: one after the other. These rows stand behind those of the first pass, with ``mask_feature`` [1, F] if it is a
-    head, or in a pass of their own, ``block``.
+    head, or in a pass of their own, ``block``. ``deeper``: passes of a head's further layers, each of which makes one
+    more draft and reads what the one before it gave (`propose.heads.state`); the last one makes all that follow.
     """
 
     advance: Advance | None
@@ -87,6 +92,7 @@ class Drafter:
     mask_token: int | None = None
     mask_feature: Tensor | None = None
     block: BlockPass | None = None
+    deeper: Sequence[Advance] = ()
 
 
 class LoopMemory:
@@ -111,6 +117,22 @@ class LoopMemory:
         if drafter.feature_size is not None:
             rows = max(shape.size for shape in shapes)
             self.features = torch.zeros((rows, drafter.feature_size), dtype=drafter.dtype, device=device)
+        self.deeper = [
+            torch.zeros((size, drafter.feature_size or 0), dtype=drafter.dtype, device=device)
+            for size in deeper_rows(shapes, len(drafter.deeper))
+        ]
+        """What goes into each deeper layer; before these what is carried."""
+
+
+def deeper_rows(shapes: Sequence[Shape], deeper: int) -> list[int]:
+    """Sizes of `LoopMemory.deeper`.
+
+    Example: loops of 2 requests with 4 rows each, two deeper layers: 4 vectors that are carried, 10 and 12 rows.
+    """
+    if not deeper:
+        return []
+    rows = [max(s.size + depth * s.requests for s in shapes) for depth in range(1, deeper + 1)]
+    return [deeper * max(s.requests for s in shapes), *rows]
 
 
 class DraftLoop(ABC):
@@ -161,6 +183,16 @@ class DraftLoop(ABC):
         if memory.features is not None:
             self._features = memory.features[: shape.size]
         self._q = memory.q[:requests, :draws] if kind == "draft" else None  # [R, draws, Vd]
+        self._carried: Tensor | None = None
+        self._deeper: tuple[Tensor, ...] = ()
+        if memory.deeper:
+            carried, *given = memory.deeper
+            depths = len(given)
+            self._carried = carried[: requests * depths].view(requests, depths, -1)
+            self._deeper = tuple(
+                x[: shape.size + d * requests].view(requests, shape.rows + d, -1)
+                for d, x in enumerate(given, 1)
+            )
         self._counters = memory.counters
         self._fused = on_triton(device)
         self._zeros = torch.zeros(requests, dtype=torch.int32, device=device)
@@ -210,6 +242,8 @@ class DraftLoop(ABC):
             self._q,
             self._reach,
             self._form,
+            self._carried,
+            self._deeper,
         )
 
     def replay(self) -> None:
@@ -290,12 +324,19 @@ class DraftLoop(ABC):
         return drawn_from.transpose(0, 1).flatten(0, 1)
 
     def _rows_at(
-        self, tokens: Tensor, keys: Tensor, positions: Tensor, stored: Tensor, masks: Tensor | None = None
+        self,
+        tokens: Tensor,
+        keys: Tensor,
+        positions: Tensor,
+        stored: Tensor,
+        masks: Tensor | None = None,
+        **others: Tensor,
     ) -> StepInput:
         """A pass over ``tokens`` [R, n] at these ``keys`` and ``positions``, of which some are ``stored``.
 
         Args:
             masks: [R, n] int64, ancestors among all rows behind a request's ``start``; None: no trees.
+            others: of `StaticRows`, where they are not as in the first pass; ``context`` is ``start`` otherwise.
         """
         first = self.rows.batch.attention
         static, size, n = first.static, first.block_size, tokens.shape[1]
@@ -306,7 +347,7 @@ class DraftLoop(ABC):
             static,
             rows=n,
             max_keys=static.max_keys + 64,
-            context=self._start.to(torch.int32),
+            **({"context": self._start.to(torch.int32)} | others),
             is_tree=self._zeros if masks is None else self._ones,
             ancestors=torch.ones_like(keys).flatten() if masks is None else masks.flatten(),
         )

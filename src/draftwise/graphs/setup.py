@@ -106,8 +106,8 @@ class GraphSetup:
             return head
         block = head if isinstance(head, BlockHead) else None
         captures = self._loops(steps, steps, tree, head.mask_token is not None and block is None)
-        if head.num_depths > 1:
-            captures = Captures(())  # drafts with another layer each time
+        if head.num_depths > 1 and (tree is not None or steps < head.num_depths):
+            captures = Captures(())  # a tree's layers read what other nodes have been given
         elif block is not None:
             captures = replace(captures, block=block.rows_of(steps if tree is None else tree.levels))
         self._plan(f"head {type(head).__name__}", captures)

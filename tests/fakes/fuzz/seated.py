@@ -60,6 +60,9 @@ def make_seated_case(seed: int, world: World) -> Case:
             family = world.families[blocks.choice(["methods", "other forms"])]
             (block,) = (spec for spec in family if spec["method"] == "dflash")
             chosen[i], specs[i] = "dflash", specs[i] | {"method": "dflash", "model": block["model"]}
+        if method == "mtp" and blocks.random() < 0.3:  # three layers that take turns
+            (layers,) = (spec for spec in world.families["other forms"] if spec["method"] == method)
+            specs[i] = specs[i] | {"model": layers["model"]}
     if not trees and chosen[0] in JOINED and others.random() < 0.4:
         hybrid = entries["hybrid"] | {"hybrid_drafter": specs[0], "hybrid_min_match": 2}
         chosen[0], specs[0] = "hybrid", hybrid | {"hybrid_lookup": others.choice(["suffix", "ngram"])}

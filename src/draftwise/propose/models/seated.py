@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from draftwise.graphs.loop import DraftLoop
 from draftwise.graphs.seats.drafter import Place, SeatedDrafter
-from draftwise.graphs.seats.step import DrafterSeats
+from draftwise.graphs.seats.features import DrafterSeats
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
