@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -354,8 +354,58 @@ def test_given_rates_hold_on_trees(request: pytest.FixtureRequest, family: str) 
     assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 60
 
 
-def _stay(engines: Engines, entry: dict[str, Any], rule: str) -> list[RequestOutput]:
-    """The text of the engine that waits, by the same drafts of this drafter; and nobody ever waits."""
+STEERING: list[dict[str, Any]] = [
+    {"allowed_token_ids": [1, 3, 4, 6]},
+    {"logit_bias": {2: 6.0, 5: -4.0}},
+    {},
+    {"allowed_token_ids": [0, 1, 2, 3, 4, 6, 7]},
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "rule"),
+    [
+        *((method, "chain", rule) for method in ("draft_model", "eagle3") for rule in RULES),
+        *((method, "chain", "rejection") for method in ("dflash", "medusa", "early_exit", "hybrid")),
+        *((method, "static", "coupled") for method in ("draft_model", "eagle3")),
+        *((method, "dynamic", "greedy") for method in ("draft_model", "medusa")),
+    ],
+)
+def test_who_is_steered_stays_on_the_device(engines: Engines, method: str, shape: str, rule: str) -> None:
+    """What may decide which tokens are likely is looked at in drafts, too. Trees want so many tokens of a place."""
+    entry, kinds = _entry(engines, method), STEERING
+    if shape != "chain":
+        entry = {name: value for name, value in entry.items() if name != "num_speculative_tokens"} | SHAPES[
+            shape
+        ]
+        kinds = STEERING[1:]
+    found = _stay(engines, entry, rule, kinds)
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 20
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
+def test_who_is_steered_to_what_a_head_does_not_know_loses_drafts_alone(engines: Engines, rule: str) -> None:
+    """One allowed token, or a tree that wants more tokens than are allowed: the same text. Children that would be drawn
+    without replacement are drafted in ordinary steps."""
+    for shape, allowed in (("chain", [VOCAB - 1]), ("static", [1, VOCAB - 1])):
+        entry = _entry(engines, "eagle3")
+        entry = {name: value for name, value in entry.items() if name != "num_speculative_tokens"} | SHAPES[
+            shape
+        ]
+        params = [one.replace(allowed_token_ids=allowed) for one in params_of(rule, "eagle3", max_tokens=20)]
+        options: dict[str, Any] = {"speculative_config": entry, "enable_prefix_caching": False}
+        with engines.make(**options) as waiting, engines.make(async_scheduling=True, **options) as llm:
+            wanted = token_ids(waiting.generate(engines.prompts, params))
+            assert token_ids(llm.generate(engines.prompts, params)) == wanted
+            assert bool(seats(llm).num_entered) == (shape == "chain" or rule != "rejection")
+            assert not llm.stats().drafter_failures
+
+
+def _stay(
+    engines: Engines, entry: dict[str, Any], rule: str, kinds: Sequence[dict[str, Any]] = ({},)
+) -> list[RequestOutput]:
+    """The text of the engine that waits, by the same drafts of this drafter; and nobody ever waits. ``kinds``: what
+    requests want besides, by turns."""
     options: dict[str, Any] = {
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
@@ -365,6 +415,7 @@ def _stay(engines: Engines, entry: dict[str, Any], rule: str) -> list[RequestOut
         "keep_trace": True,
     }
     params = params_of(rule, entry["method"], max_tokens=24)
+    params = [one.replace(**kinds[i % len(kinds)]) for i, one in enumerate(params)]
     with engines.make(**options) as waiting:
         wanted = waiting.generate(engines.prompts, params)
     with engines.make(async_scheduling=True, **options) as llm:

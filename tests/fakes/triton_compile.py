@@ -212,6 +212,8 @@ def between_passes() -> None:
         PART=4096,
         PARTS_PAD=32,
     )
+    for mapped in (False, True):
+        build(inputs.add_biases, "*fp32 *i64 *i64 i32 i64 i32", MAPPED=mapped, LEAST=-1e4, PART=4096)
     for noisy, count in ((True, 1), (False, 10)):
         build(
             inputs.part_of_best,

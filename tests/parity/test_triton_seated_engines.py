@@ -100,7 +100,14 @@ def test_the_text_is_that_of_engines_that_wait(
         wanted += [(0.9, {"rule": "coupled"}), (0.9, {"rule": "block"}), (0.0, {"method": "none"})]
     asked = [
         [
-            SamplingParams(temperature=t, max_tokens=6, ignore_eos=True, seed=i, speculation=speculation)
+            SamplingParams(
+                temperature=t,
+                max_tokens=6,
+                ignore_eos=True,
+                seed=i,
+                speculation=speculation,
+                logit_bias={2: 5.0} if i else None,
+            )
             for i in range(2)
         ]
         for t, speculation in wanted

@@ -175,6 +175,7 @@ class ChainLoop(DraftLoop):
     def _draw(self, logits: Tensor, step: int) -> Tensor:
         """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
         ids = self.drafter.target_ids
+        logits = self._biased(logits)
         if self._fused and self._q is not None:
             uniforms = self._noise.view(torch.float64)[:, step]
             q = self._q[:, step]

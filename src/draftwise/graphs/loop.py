@@ -19,6 +19,7 @@ from torch import Tensor
 from draftwise.graphs.backend import Graph, GraphBackend
 from draftwise.graphs.buffers import PassBuffers, Shape, static_input
 from draftwise.kernels.select import on_triton
+from draftwise.kernels.triton.inputs import add_biases
 from draftwise.sampling.noise import token_counters
 from draftwise.types import StepInput
 
@@ -45,13 +46,15 @@ class LoopSeats(NamedTuple):
     tokens: Tensor  # [R, steps] int64
     q: Tensor | None  # [R, draws, Vd] float32; None: nothing is drawn from it
     reach: Tensor  # [levels + 1] int64, leading drafts or candidates that are on no more than so many levels
-    form: Tensor | None = (
-        None  # [R, 3, steps + 1] int64, left behind of dynamic trees: see `seats.memory.form_of`
-    )
+    form: Tensor | None = None
+    """[R, 3, steps + 1] int64, left behind of dynamic trees: see `seats.memory.form_of`."""
     carried: Tensor | None = None  # [R, depths - 1, F] of heads with several layers
-    deeper: tuple[
-        Tensor, ...
-    ] = ()  # of each deeper layer the features that it has read, [R, rows + depth, F]
+    deeper: tuple[Tensor, ...] = ()
+    """Of each deeper layer the features that it has read: [R, rows + depth, F]."""
+    steered: Tensor | None = None
+    """[R] int64: the address of what is added to a request's logits, [V] float32; 0: nothing is."""
+    bias: Tensor | None = None
+    """[R, Vd] float32, where kernels do not run: what is added where ``steered`` is not 0."""
 
 
 class BlockPass(NamedTuple):
@@ -113,6 +116,9 @@ class LoopMemory:
         self.tokens = torch.zeros((requests, steps), dtype=torch.int64, device=device)
         self.q = torch.zeros(size, dtype=torch.float32, device=device)
         self.counters = token_counters(drafter.vocab_size, device, drafter.target_ids)
+        self.bias: Tensor | None = None  # see `LoopSeats`
+        if not on_triton(device):
+            self.bias = torch.zeros((requests, drafter.vocab_size), dtype=torch.float32, device=device)
         self.features: Tensor | None = None
         if drafter.feature_size is not None:
             rows = max(shape.size for shape in shapes)
@@ -168,7 +174,7 @@ class DraftLoop(ABC):
         self.drafter, self.rows = drafter, rows
         self._spare_slot = spare_slot
         requests, device = shape.requests, backend.device
-        sizes = [requests, requests, requests, requests, requests * draws]
+        sizes = [requests, requests, requests, requests, requests * draws, requests]
         self._host = backend.host_buffer(sum(sizes))
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         host = [part.numpy() for part in torch.split(self._host, sizes)]
@@ -179,6 +185,8 @@ class DraftLoop(ABC):
         self._last, self._start, self._length = parts[:3]  # [R] int64
         self._scale = parts[3].view(torch.float64)  # [R]
         self._noise = parts[4].view(requests, draws)  # int64 keys, or the bits of float64 uniforms
+        self._steered = parts[5]  # the host's are 0: it steers nobody
+        self._bias = None if memory.bias is None else memory.bias[:requests]
         self._features: Tensor | None = None  # [R * N, F] of the first pass's rows
         if memory.features is not None:
             self._features = memory.features[: shape.size]
@@ -244,6 +252,8 @@ class DraftLoop(ABC):
             self._form,
             self._carried,
             self._deeper,
+            self._steered,
+            self._bias,
         )
 
     def replay(self) -> None:
@@ -276,6 +286,14 @@ class DraftLoop(ABC):
         self.replay()
 
     # ----------------------------------------------------------------------------------- what is captured
+
+    def _biased(self, logits: Tensor) -> Tensor:
+        """``logits`` [R * n, Vd] float32, which are consumed, with what steers each request added."""
+        if self._bias is None:
+            return add_biases(logits, self._steered, self.drafter.target_ids)
+        wide = logits.view(self.shape.requests, -1, logits.shape[1])
+        steered = (self._steered != 0)[:, None, None]
+        return torch.where(steered, wide + self._bias[:, None], wide).flatten(0, 1)
 
     def _in_one_pass(self) -> tuple[Tensor, Tensor | None]:
         """Logits [levels, R, Vd] behind the drafts of all levels, and the hidden states [levels, R, H] that they are

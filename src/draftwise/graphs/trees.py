@@ -227,6 +227,7 @@ class TreeLoop(DraftLoop):
         """The nodes of a static level, from ``logits`` [R * open, Vd] behind their parents, or [R, Vd] behind all of
         them."""
         children = self._children[level]
+        logits = self._biased(logits)
         wide = logits.view(self.shape.requests, -1, logits.shape[1])
         if self.kind == "draft":  # each parent's children have noise of their own
             wide = wide.expand(-1, children.opened, -1)
@@ -286,7 +287,7 @@ class TreeLoop(DraftLoop):
         """``logits`` [R * n, Vd] -> log-probabilities and target ids of the best tokens, [R, n, top_k]. Under shared
         noise g: softmax(T * (logits / T + g)), see `sampling.draw.draft_candidates`."""
         scale = self._scale.float()[:, None, None]
-        scores = logits.view(self.shape.requests, -1, logits.shape[1]) * scale
+        scores = self._biased(logits).view(self.shape.requests, -1, logits.shape[1]) * scale
         if self.kind == "shared":
             noise = gumbel_of_keys(self._noise[:, level], self._counters)  # of all nodes of a level
             scores = (scores + noise[:, None]) / scale

@@ -142,10 +142,9 @@ class Seating:
             return None
         kind: LoopKind | None = "argmax"
         if drafter is not None:
-            if row.state.steers:
-                return None  # its drafts are drawn one by one, with a look at what steers them
             kind = drafter.kind(row)
-        if kind is None:
+        if kind is None or (kind == "draft" and plan is not None and row.state.steers):
+            # siblings that are drawn without replacement must end where nothing is left that is not excluded
             return None
         if proposal.tokens:
             parents = self.parents_of(speculation.method)

@@ -274,6 +274,7 @@ class SeatedSteps:
         loop.rows.take_over(memory.tables)
         seats = loop.seats
         seats.scale.copy_(memory.number(TEMPERATURE)[:count].reciprocal())
+        self.shaping.steer(loop)
         ends = self.features.give(target, seated)
         (kernels if self._fused else rows).advance(memory, count, self._loop_rows(seated, ends))
 
