@@ -240,6 +240,18 @@ def test_hybrids_of_all_drafters_stay_on_the_device(engines: Engines, inner: str
     assert used["ngram"] > 2 and used[inner] > 2
 
 
+@pytest.mark.parametrize(
+    ("inner", "rule"),
+    [("draft_model", "greedy"), ("eagle3", "coupled"), ("medusa", "rejection"), ("early_exit", "block")],
+)
+def test_trees_of_hybrids_stay_on_the_device(engines: Engines, inner: str, rule: str) -> None:
+    """Nodes of the model, and a branch of what is looked up, as in the engine that waits."""
+    entry = _entry(engines, "hybrid") | {"hybrid_drafter": _entry(engines, inner)} | SHAPES["dynamic"]
+    found = _stay(engines, entry, rule)
+    used = Counter(name for o in found for name in o.metrics.speculation.steps_by_method)
+    assert used["hybrid"] > 2 and used[inner] > 2
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_drafts_in_one_pass_stay_on_the_device(engines: Engines, method: str, rule: str) -> None:

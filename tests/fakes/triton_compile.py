@@ -268,12 +268,14 @@ def seat_steps() -> None:
             PAGE=16,
             BLOCK=8,
         )
+    build(lookup.join_found, f"{'*i64 ' * 5} i32 i32", BLOCK=8)
     for wide in (False, True):
         build(
             lookup.look_up,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 *i32 {'i32 ' * 8} fp32 fp32 fp32",
+            f"*i64 *i64 *i64 *i32 *i64 *i32 *i32 *i64 {'i32 ' * 8} fp32 fp32 fp32",
             PAST=wide,
             CUT=wide,
+            JOINS=wide,
             TILE=1024,
             BLOCK=8,
         )

@@ -63,7 +63,7 @@ CASES = [
     *((method, "static", "coupled") for method in ("draft_model", "eagle3", "mtp", "medusa")),
     *((method, "static", "rejection") for method in ("draft_model", "eagle3", "medusa")),
     *(("eagle3", "dynamic", rule) for rule in ("coupled", "rejection")),
-    *((method, "dynamic", "coupled") for method in ("draft_model", "medusa")),
+    *((method, "dynamic", "coupled") for method in ("draft_model", "medusa", "hybrid")),
 ]
 
 

@@ -55,6 +55,7 @@ def tree_plan(config: SpeculativeConfig) -> TreePlan | None:
 class GraphSetup:
     """``sizes``: rows of passes to capture, see `graphs.sizes`; None: a choice. ``largest``: no pass has more.
     ``unseen``: most drafts of a step that a drafter may not have made itself, and reads when they are accepted.
+    ``tree``: what a drafter drafts, whatever its own configuration says; None: what that says.
     ``planned``: what `target`, `draft_model` and `head` were asked for, by name: it is captured when storage is there.
     """
 
@@ -67,6 +68,7 @@ class GraphSetup:
     largest: int | None = None
     mode: GraphMode = "full_and_piecewise"
     unseen: int = 0
+    tree: TreePlan | None = None
     planned: dict[str, Captures] = field(default_factory=dict)
 
     def target(self, model: DecoderModel, widths: Sequence[int]) -> DecoderModel:
@@ -135,7 +137,7 @@ class GraphSetup:
 
     def tree_of(self, config: SpeculativeConfig) -> TreePlan | None:
         """See `tree_plan`."""
-        return tree_plan(config)
+        return self.tree or tree_plan(config)
 
     @property
     def count(self) -> int:

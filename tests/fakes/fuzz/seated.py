@@ -66,6 +66,12 @@ def make_seated_case(seed: int, world: World) -> Case:
     if not trees and chosen[0] in JOINED and others.random() < 0.4:
         hybrid = entries["hybrid"] | {"hybrid_drafter": specs[0], "hybrid_min_match": 2}
         chosen[0], specs[0] = "hybrid", hybrid | {"hybrid_lookup": others.choice(["suffix", "ngram"])}
+    grown = [i for i, method in enumerate(chosen) if method in TREES]
+    if trees and shape == "dynamic" and grown and others.random() < 0.3:
+        (inner,) = (spec for spec in world.families["methods"] if spec["method"] == chosen[grown[0]])
+        hybrid = entries["hybrid"] | {"hybrid_drafter": inner} | SHAPES[shape]
+        chosen[grown[0]] = "hybrid"
+        specs[grown[0]] = hybrid | {"hybrid_lookup": others.choice(["suffix", "ngram"])}
     options = {k: v for k, v in case.options.items() if k != "quantization"} | {
         "dtype": "float32",
         "kv_cache_dtype": "auto",

@@ -19,7 +19,8 @@ from draftwise.types import IntArray
 
 
 class Joined(NamedTuple):
-    """A look-up that is asked before a drafter, and what drafts of each are named: see `propose.hybrid`."""
+    """A look-up that is asked beside a drafter, and what drafts are named that have some of its own, or none: see
+    `propose.hybrid`."""
 
     look: LookUp
     looked_up: str

@@ -219,6 +219,7 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
         memory.answer,
         text,
         past if look.past else text,
+        memory.paths,
         memory.told.stride(0),
         text.stride(0),
         len(past),
@@ -232,7 +233,20 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
         look.least or 0.0,
         PAST=look.past,
         CUT=look.least is not None,
+        JOINS=look.joins,
         TILE=_TILE,
         BLOCK=power_of_two(memory.drafts + 1),
         **LAUNCH,
     )
+    if look.joins:
+        device.join_found[(count,)](
+            memory.state,
+            memory.told,
+            memory.answer,
+            memory.own_forms,
+            memory.paths,
+            memory.told.stride(0),
+            memory.drafts,
+            BLOCK=power_of_two(memory.drafts),
+            **LAUNCH,
+        )

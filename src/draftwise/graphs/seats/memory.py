@@ -131,6 +131,8 @@ class SeatMemory:
         self.tables = torch.zeros((limits.seats, limits.table_width), dtype=torch.int32, device=device)
         tokens = limits.table_width * limits.block_size if limits.texts else 0
         self.text = torch.zeros((limits.seats, tokens + 1), dtype=torch.int32, device=device)
+        self.paths = words(limits.drafts + 1)
+        """What look-ups have found that join trees: a length, and tokens."""
         self.past = torch.full((limits.past,), -1, dtype=torch.int32, device=device)
         self.told = words(TOLD + 2 * self.pages)
         self.now = words(2)
