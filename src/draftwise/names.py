@@ -98,6 +98,10 @@ RULE_ALIASES: Final = {
     "typical_acceptance_sampler": "typical",
 }
 
+TYPICAL_EPSILON: Final = 0.09
+TYPICAL_DELTA: Final = 0.3
+"""Rule ``typical`` keeps a draft x if p(x) > min(epsilon, delta * exp(-H(p)))."""
+
 # --------------------------------------------------------------------------------------------------- limits
 
 MAX_TREE_NODES: Final = 63

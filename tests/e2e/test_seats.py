@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,18 @@ import torch
 from draftwise import LLM, AsyncLLM, RequestOutput, SamplingParams
 from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.kernels.torch_ops import TorchOps
+from draftwise.runner.seat_entry import Scratch
 from draftwise.runner.seating import Seating
 from draftwise.runner.seats import Seats
 from draftwise.runner.threaded import ThreadedExecutor
 from tests.e2e.conftest import token_ids
+from tests.fakes.block import BlockShape, random_weights, save_block
 from tests.fakes.every_method import SHAPES, VOCAB, make_families, make_target
 from tests.fakes.fake_executor import LateExecutor
 from tests.fakes.fake_graphs import FakeGraphs
 
 METHODS = [
-    "none", "draft_model", "eagle", "eagle3", "mtp", "ngram", "suffix", "medusa", "early_exit", "hybrid",
+    "none", "draft_model", "eagle", "eagle3", "mtp", "dflash", "ngram", "suffix", "medusa", "early_exit", "hybrid",
 ]  # fmt: skip
 TREES = ["draft_model", "eagle", "eagle3", "mtp", "medusa", "early_exit"]
 RULES: dict[str, dict[str, Any]] = {
@@ -35,6 +37,7 @@ RULES: dict[str, dict[str, Any]] = {
     "coupled": {"temperature": 0.9},
     "rejection": {"temperature": 1.0},
     "block": {"temperature": 0.8},
+    "typical": {"temperature": 0.7},
 }
 
 
@@ -144,6 +147,7 @@ CASES = [
         for method in ("none", "draft_model", "eagle3", "mtp", "ngram", "medusa", "early_exit", "hybrid")
     ),
     *(("block", method) for method in ("draft_model", "eagle3", "medusa", "hybrid")),
+    *(("typical", method) for method in ("draft_model", "eagle3", "ngram", "medusa")),
 ]
 
 
@@ -181,7 +185,7 @@ def test_trees_stay_on_the_device(request: pytest.FixtureRequest, shape: str, me
     """The text of the engine that waits, by the same drafts; nobody ever decodes in an ordinary step."""
     forests: Engines = request.getfixturevalue(shape)
     params = params_of(rule, method, max_tokens=24)
-    draws = rule in ("rejection", "block")
+    draws = rule in ("rejection", "block", "typical")
     if (
         not draws
     ):  # what a drafter makes of these depends on whether its loop fits, and so does what is drawn then
@@ -236,6 +240,18 @@ def test_hybrids_of_all_drafters_stay_on_the_device(engines: Engines, inner: str
     assert used["ngram"] > 2 and used[inner] > 2
 
 
+@pytest.mark.parametrize(
+    ("inner", "rule"),
+    [("draft_model", "greedy"), ("eagle3", "coupled"), ("medusa", "rejection"), ("early_exit", "block")],
+)
+def test_trees_of_hybrids_stay_on_the_device(engines: Engines, inner: str, rule: str) -> None:
+    """Nodes of the model, and a branch of what is looked up, as in the engine that waits."""
+    entry = _entry(engines, "hybrid") | {"hybrid_drafter": _entry(engines, inner)} | SHAPES["dynamic"]
+    found = _stay(engines, entry, rule)
+    used = Counter(name for o in found for name in o.metrics.speculation.steps_by_method)
+    assert used["hybrid"] > 2 and used[inner] > 2
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_drafts_in_one_pass_stay_on_the_device(engines: Engines, method: str, rule: str) -> None:
@@ -243,6 +259,102 @@ def test_drafts_in_one_pass_stay_on_the_device(engines: Engines, method: str, ru
     (entry,) = (entry for entry in engines.families["other forms"] if entry["method"] == method)
     found = _stay(engines, entry, rule)
     assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_layers_that_take_turns_stay_on_the_device(engines: Engines, rule: str) -> None:
+    found = _stay(engines, three_layers(engines), rule)
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 2
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "three layers"])
+def test_what_a_head_kept_in_a_seat_is_gone_on_from(engines: Engines, method: str) -> None:
+    """A request whose prompt is another one's text: it finds the blocks, and beside them what each layer reads behind
+    them, and drafts what it drafts in an engine that waits."""
+    entry = three_layers(engines) if method == "three layers" else _entry(engines, method)
+    params = params_of("greedy", entry["method"], max_tokens=20)[:1]
+    traces = []
+    for ahead in (False, True):
+        with engines.make(async_scheduling=ahead, speculative_config=entry, keep_trace=True) as llm:
+            first = llm.generate(engines.prompts[:1], params)[0]
+            text = [*engines.prompts[0]["prompt_token_ids"], *first.outputs[0].token_ids]
+            second = llm.generate([{"prompt_token_ids": text}], params)[0]
+            assert second.num_cached_tokens > len(text) - 9
+            traces.append([o.outputs[0].trace for o in (first, second)])
+            assert not ahead or seats(llm).num_entered == 2
+    assert traces[0] == traces[1]
+
+
+def _entry(engines: Engines, method: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(entry for entry in engines.chosen if entry["method"] == method)
+    return found
+
+
+def three_layers(engines: Engines) -> dict[str, Any]:
+    """MTP; of four drafts the last layer makes two."""
+    (entry,) = (entry for entry in engines.families["other forms"] if entry["method"] == "mtp")
+    return entry | {"num_speculative_tokens": 4}
+
+
+_OF_TARGET: dict[str, Any] = {
+    "vocab": VOCAB,
+    "target_layers": (0, 2),
+    "num_target_layers": 3,
+    "mask": VOCAB - 1,
+}
+BLOCKS = {
+    "dflash": BlockShape(**_OF_TARGET, windows=(None, 8), own=True, draft_vocab=VOCAB - 2),
+    "dspark": BlockShape("deepspec", **_OF_TARGET, from_root=True, markov="rnn", own=True),
+    "dflash2": BlockShape(**_OF_TARGET, windows=(9, 9), selector=(6, 5), conv=(2, 8)),
+    "domino": BlockShape(**_OF_TARGET, domino=(7, 5, 1)),
+}
+"""A vocabulary of its own, and a window for some of the layers; drafts that depend on those before them, through a
+state and without; rows that read one another outside of attention."""
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("blocks")
+    return {
+        name: {"method": "dflash", "model": save_block(root / name, shape, random_weights(shape, 4, 0.15))}
+        for name, shape in BLOCKS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "rule"),
+    [
+        *(("dflash", "chain", rule) for rule in RULES),
+        *(
+            (name, "chain", rule)
+            for name in ("dspark", "dflash2", "domino")
+            for rule in ("coupled", "rejection")
+        ),
+        *(("dflash", shape, rule) for shape in ("static", "dynamic") for rule in ("coupled", "rejection")),
+        *((name, "static", "block") for name in ("dspark", "dflash2")),
+        *((name, "dynamic", "greedy") for name in ("dspark", "domino")),
+    ],
+)
+def test_blocks_that_are_filled_in_stay_on_the_device(
+    engines: Engines, blocks: dict[str, dict[str, Any]], name: str, shape: str, rule: str
+) -> None:
+    found = _stay(engines, blocks[name] | SHAPES[shape], rule)
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 2
+
+
+def test_a_block_in_another_requests_place_is_found(
+    engines: Engines, blocks: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks that have no scratch of their own behind a request's blocks read those of others: other drafts."""
+    take = Scratch.take
+
+    def first(self: Scratch, method: str) -> range:
+        own = take(self, method)
+        return range(128, 128 + len(own))
+
+    monkeypatch.setattr(Scratch, "take", first)
+    with pytest.raises(AssertionError):
+        _stay(engines, blocks["dflash"] | SHAPES["chain"], "greedy")
 
 
 @pytest.mark.parametrize("family", ["forests", "growing"])
@@ -254,8 +366,58 @@ def test_given_rates_hold_on_trees(request: pytest.FixtureRequest, family: str) 
     assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 60
 
 
-def _stay(engines: Engines, entry: dict[str, Any], rule: str) -> list[RequestOutput]:
-    """The text of the engine that waits, by the same drafts of this drafter; and nobody ever waits."""
+STEERING: list[dict[str, Any]] = [
+    {"allowed_token_ids": [1, 3, 4, 6]},
+    {"logit_bias": {2: 6.0, 5: -4.0}},
+    {},
+    {"allowed_token_ids": [0, 1, 2, 3, 4, 6, 7]},
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "rule"),
+    [
+        *((method, "chain", rule) for method in ("draft_model", "eagle3") for rule in RULES),
+        *((method, "chain", "rejection") for method in ("dflash", "medusa", "early_exit", "hybrid")),
+        *((method, "static", "coupled") for method in ("draft_model", "eagle3")),
+        *((method, "dynamic", "greedy") for method in ("draft_model", "medusa")),
+    ],
+)
+def test_who_is_steered_stays_on_the_device(engines: Engines, method: str, shape: str, rule: str) -> None:
+    """What may decide which tokens are likely is looked at in drafts, too. Trees want so many tokens of a place."""
+    entry, kinds = _entry(engines, method), STEERING
+    if shape != "chain":
+        entry = {name: value for name, value in entry.items() if name != "num_speculative_tokens"} | SHAPES[
+            shape
+        ]
+        kinds = STEERING[1:]
+    found = _stay(engines, entry, rule, kinds)
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 20
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
+def test_who_is_steered_to_what_a_head_does_not_know_loses_drafts_alone(engines: Engines, rule: str) -> None:
+    """One allowed token, or a tree that wants more tokens than are allowed: the same text. Children that would be drawn
+    without replacement are drafted in ordinary steps."""
+    for shape, allowed in (("chain", [VOCAB - 1]), ("static", [1, VOCAB - 1])):
+        entry = _entry(engines, "eagle3")
+        entry = {name: value for name, value in entry.items() if name != "num_speculative_tokens"} | SHAPES[
+            shape
+        ]
+        params = [one.replace(allowed_token_ids=allowed) for one in params_of(rule, "eagle3", max_tokens=20)]
+        options: dict[str, Any] = {"speculative_config": entry, "enable_prefix_caching": False}
+        with engines.make(**options) as waiting, engines.make(async_scheduling=True, **options) as llm:
+            wanted = token_ids(waiting.generate(engines.prompts, params))
+            assert token_ids(llm.generate(engines.prompts, params)) == wanted
+            assert bool(seats(llm).num_entered) == (shape == "chain" or rule != "rejection")
+            assert not llm.stats().drafter_failures
+
+
+def _stay(
+    engines: Engines, entry: dict[str, Any], rule: str, kinds: Sequence[dict[str, Any]] = ({},)
+) -> list[RequestOutput]:
+    """The text of the engine that waits, by the same drafts of this drafter; and nobody ever waits. ``kinds``: what
+    requests want besides, by turns."""
     options: dict[str, Any] = {
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
@@ -265,6 +427,7 @@ def _stay(engines: Engines, entry: dict[str, Any], rule: str) -> list[RequestOut
         "keep_trace": True,
     }
     params = params_of(rule, entry["method"], max_tokens=24)
+    params = [one.replace(**kinds[i % len(kinds)]) for i, one in enumerate(params)]
     with engines.make(**options) as waiting:
         wanted = waiting.generate(engines.prompts, params)
     with engines.make(async_scheduling=True, **options) as llm:
@@ -523,17 +686,19 @@ def sent_away_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "medusa", "early_exit", "hybrid"])
+@pytest.mark.parametrize(
+    "method", ["draft_model", "eagle3", "dflash", "three layers", "ngram", "medusa", "early_exit", "hybrid"]
+)
 def test_who_leaves_a_seat_goes_on_as_it_stood(
     engines: Engines, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests arrive one after the other and leave their seats every few steps; drafts, what they were drawn from and
     a head's features go with the requests, so that no draw changes."""
     sent_away_at_times(monkeypatch)
-    params = params_of("rejection", method, max_tokens=20)
+    entry = three_layers(engines) if method == "three layers" else _entry(engines, method)
+    params = params_of("rejection", entry["method"], max_tokens=20)
     # a head that did not see a shared prefix drafts something else, which changes what is drawn
-    used = [entry for entry in engines.chosen if entry["method"] == method]
-    options = engines.options(enable_prefix_caching=False, speculative_config=used)
+    options = engines.options(enable_prefix_caching=False, speculative_config=entry)
     with LLM(engines.target, **options) as waiting:
         wanted = token_ids(waiting.generate(engines.prompts, params))
     options["async_scheduling"] = True

@@ -102,7 +102,7 @@ def test_many_more(references: References) -> None:
     seated = check(range(ALWAYS, SLOW), references)
     kinds = [f"{method} chain" for method in ("none", "hybrid", *SEATED)]
     kinds += [f"{method} {shape}" for method in TREES for shape in ("tree", "growing")]
-    kinds += ["draft_model masks", "eagle3 masks", "hybrid masks"]
+    kinds += ["draft_model masks", "eagle3 masks", "hybrid masks", "hybrid growing", "dflash chain"]
     assert all(seated[kind] > 40 for kind in kinds), seated
 
 

@@ -14,7 +14,7 @@ from draftwise.graphs.buffers import PassBuffers, Shape, Tables
 from draftwise.graphs.loop import LoopSeats
 from draftwise.graphs.plans import TreePlan, lay_out
 from draftwise.graphs.seats import rows
-from draftwise.graphs.seats.lookup import LookUp, look_up
+from draftwise.graphs.seats.lookup import LookUp, find, join_found
 from draftwise.graphs.seats.memory import (
     BUDGET,
     FED,
@@ -245,8 +245,17 @@ def _look_up(given: dict[str, Any]) -> None:
     memory.answer, memory.walk = given["answer"], Walk(given["walk"], given["drafts"])
     memory.text, memory.past = given["text"], given["past"]
     limit = (given["slope"], given["height"], given["least"] if given["CUT"] else None, given["PAST"])
-    look = LookUp(given["steps"], given["longest"], given["shortest"], *limit)
-    look_up(memory, given["programs"], given["number"], look)
+    look = LookUp(given["steps"], given["longest"], given["shortest"], *limit, given["JOINS"])
+    memory.paths = given["paths"]
+    find(memory, given["programs"], given["number"], look)
+
+
+@torch.inference_mode()
+def _join_found(given: dict[str, Any]) -> None:
+    memory = _memory({"now": given["state"], **given})
+    memory.answer, memory.own_forms, memory.paths = given["answer"], given["own_forms"], given["paths"]
+    memory.draft_places = torch.arange(memory.drafts)
+    join_found(memory, given["programs"])
 
 
 EFFECTS = {
@@ -254,6 +263,8 @@ EFFECTS = {
     "advance_rows": _advance,
     "keep_drafts": _keep,
     "keep_at_rates": _keep_at_rates,
+    "keep_typical": _keep_at_rates,
     "look_up": _look_up,
+    "join_found": _join_found,
 }
 """Of the kernels between the passes of seats, on their arguments by name, where kernels are not run."""

@@ -76,7 +76,7 @@ def main() -> None:
     ):
         build(
             attention.partial_attention,
-            f"{q} {kv} {scales} {'*i32 ' * 7} *fp32 *fp32 *fp32 i32 i32 i32 i32 fp32 fp32 i32",
+            f"{q} {kv} {scales} {'*i32 ' * 8} *fp32 *fp32 *fp32 i32 i32 i32 i32 fp32 fp32 i32",
             **dict(zip(("CAPPED", "WINDOWED", "CODES"), flags, strict=True)),
             FP8=kv == "*u8",
             PAGE=16,
@@ -94,7 +94,7 @@ def main() -> None:
     for sinks in (False, True):
         build(
             attention.combine_partitions,
-            "*fp32 *fp32 *fp32 *i32 *fp32 *bf16 i32 i32 i32",
+            "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16 i32 i32 i32",
             HEADS=32,
             DIM=128,
             DIM_PAD=128,
@@ -212,6 +212,8 @@ def between_passes() -> None:
         PART=4096,
         PARTS_PAD=32,
     )
+    for mapped in (False, True):
+        build(inputs.add_biases, "*fp32 *i64 *i64 i32 i64 i32", MAPPED=mapped, LEAST=-1e4, PART=4096)
     for noisy, count in ((True, 1), (False, 10)):
         build(
             inputs.part_of_best,
@@ -266,12 +268,14 @@ def seat_steps() -> None:
             PAGE=16,
             BLOCK=8,
         )
+    build(lookup.join_found, f"{'*i64 ' * 5} i32 i32", BLOCK=8)
     for wide in (False, True):
         build(
             lookup.look_up,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 *i32 {'i32 ' * 8} fp32 fp32 fp32",
+            f"*i64 *i64 *i64 *i32 *i64 *i32 *i32 *i64 {'i32 ' * 8} fp32 fp32 fp32",
             PAST=wide,
             CUT=wide,
+            JOINS=wide,
             TILE=1024,
             BLOCK=8,
         )
@@ -284,6 +288,16 @@ def seat_steps() -> None:
             SAMPLED=sampled,
             PARTS_PAD=16,
         )
+        build(
+            rates.keep_typical,
+            f"*fp32 *i64 *i32 *fp64 *fp32 *i32 *i64 *fp64 *i32 {'i32 ' * 4}",
+            EPSILON=0.09,
+            DELTA=0.3,
+            SAMPLED=sampled,
+            PARTS_PAD=16,
+            BLOCK=8,
+        )
+    build(rates.entropies, f"*fp32 *fp32 *i64 *i32 *fp64 {'i32 ' * 4}", BLOCK=1024)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,10 @@ def outputs(
         ("eagle3", True),
         ("hybrid", False),
         ("p-eagle", False),
+        ("dflash", False),
+        ("dflash", True),
+        ("dspark", False),
+        ("mtp3", False),
     ],
 )
 def test_the_text_is_that_of_engines_that_wait(
@@ -82,8 +86,9 @@ def test_the_text_is_that_of_engines_that_wait(
     if method != "draft_model":  # whose vocabulary is smaller
         folder = make_target(tmp_path)
         families = make_families(tmp_path)
-        family = families["other forms" if method == "p-eagle" else "methods"]
-        method = "eagle3" if method == "p-eagle" else method
+        others = {"p-eagle": "eagle3", "dspark": "dflash", "mtp3": "mtp"}
+        family = families["other forms" if method in others else "methods"]
+        method = others.get(method, method)
         drafter = next(d for d in family if d["method"] == method)
         if tree:
             del drafter["num_speculative_tokens"]
@@ -95,7 +100,14 @@ def test_the_text_is_that_of_engines_that_wait(
         wanted += [(0.9, {"rule": "coupled"}), (0.9, {"rule": "block"}), (0.0, {"method": "none"})]
     asked = [
         [
-            SamplingParams(temperature=t, max_tokens=6, ignore_eos=True, seed=i, speculation=speculation)
+            SamplingParams(
+                temperature=t,
+                max_tokens=6,
+                ignore_eos=True,
+                seed=i,
+                speculation=speculation,
+                logit_bias={2: 5.0} if i else None,
+            )
             for i in range(2)
         ]
         for t, speculation in wanted

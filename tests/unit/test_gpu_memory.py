@@ -148,7 +148,18 @@ def test_the_plan_counts_what_loops_of_trees_keep(plan: TreePlan) -> None:
         rows = PassBuffers(shape, Tables(3, 40, 4, backend), 4, 0, backend)
         for kind in plan.kinds:
             loop = TreeLoop(shape, plan, kind, drafter, rows, memory, 0, backend)
-            own = {n: x for n, x in vars(loop).items() if n not in ("_features", "_counters", "_q")}
+            own = {n: x for n, x in vars(loop).items() if n not in ("_features", "_counters", "_q", "_bias")}
             parts = [getattr(x, f.name) for x in (*loop._levels, *loop._children) for f in fields(x)]
             taken += _device_bytes([*own.values(), *own.get("_found", ()), *parts], loop._host)
     assert captures.loop_bytes(23, 5 * 4) == taken
+
+
+def test_the_plan_counts_what_goes_into_the_layers_of_a_head() -> None:
+    """Loops of 2 and 3 requests with 4 and 2 rows: 2 x 3 vectors that are carried, 10 and 12 rows of layers 1 and 2."""
+    captures = Captures((), (Shape(2, 4, 40), Shape(3, 2, 40)), steps=3)
+    device = torch.device("cpu")
+    drafter = Drafter(None, torch.clone, 23, max_position=39, feature_size=5, deeper=(lambda *x: x,) * 2)  # type: ignore[arg-type,return-value]
+    memory = LoopMemory(captures.loops, 3, drafter, device, 3)
+    assert [len(part) for part in memory.deeper] == [6, 10, 12]
+    kept = [memory.tokens, memory.q, memory.counters, memory.features, *memory.deeper]
+    assert captures.loop_bytes(23, 5 * 4, depths=3) == _device_bytes(kept)

@@ -64,9 +64,12 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("name", "whole"), [*((name, False) for name in BATCHES), ("full", True)])
 @pytest.mark.parametrize("window", [None, 4])
-def test_static_attention_is_the_reference_whatever_fills_up(name: str, window: int | None) -> None:
+def test_static_attention_is_the_reference_whatever_fills_up(
+    name: str, whole: bool, window: int | None
+) -> None:
+    """``whole``: of requests that have all their rows, which see one another."""
     backend = FakeGraphs()
     generator = torch.Generator().manual_seed(0)
     kv = KVStorage((KVLayerSpec.dense(2, 8),), 24, BLOCK, torch.float32, CPU, spare=True)
@@ -74,17 +77,18 @@ def test_static_attention_is_the_reference_whatever_fills_up(name: str, window: 
     batch = build_step_input(BATCHES[name], BLOCK, CPU)
     rows = batch.token_ids.shape[0]
     q = torch.randn((rows, 4, 8), generator=generator)
-    run = {"num_kv_heads": 2, "scale": 0.3, "window": window, "softcap": 5.0}
+    run = {"num_kv_heads": 2, "scale": 0.3, "window": window, "softcap": 5.0, "whole": whole}
     expected = ReferenceAttention().run(q, kv.layer(0), batch.attention, **run)  # type: ignore[arg-type]
     assert kv.spare_slot is not None
-    buffers = PassBuffers(Shape(4, 7, 40), Tables(4, 40, BLOCK, backend), BLOCK, kv.spare_slot, backend)
+    shape = Shape(4, 6 if whole else 7, 40)
+    buffers = PassBuffers(shape, Tables(4, 40, BLOCK, backend), BLOCK, kv.spare_slot, backend)
     assert buffers.fits(Need.of(batch))
     place = buffers.fill(batch)
-    padded = torch.full((28, 4, 8), float("nan"))
+    padded = torch.full((shape.size, 4, 8), float("nan"))
     padded[place] = q
     actual = TorchStaticAttention().run(padded, kv.layer(0), buffers.batch.attention, **run)  # type: ignore[arg-type]
     torch.testing.assert_close(actual[place], expected)
-    spare = np.setdiff1d(np.arange(28), place)
+    spare = np.setdiff1d(np.arange(shape.size), place)
     assert (buffers.batch.slots[spare] == kv.spare_slot).all()
 
 

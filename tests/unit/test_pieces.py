@@ -235,7 +235,7 @@ def test_a_noted_call_keeps_how_it_was_called() -> None:
         pieces._attend(real, 16, layer)
         call = calls.pop()
         assert call.pop("q").equal(q[:16]) and call.pop("out").data_ptr() == result.data_ptr()
-        assert call.pop("batch") is real and call.pop("kv") is kv and call == how
+        assert call.pop("batch") is real and call.pop("kv") is kv and call == how | {"whole": False}
     assert attend(Backend(), q, kv, real, out=out, **how) is out and len(calls) == 1, "not apart: at once"
 
 

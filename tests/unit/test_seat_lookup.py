@@ -23,9 +23,12 @@ from draftwise.graphs.seats.memory import (
     WAITING,
     Limits,
     SeatMemory,
+    form_of,
 )
 from draftwise.graphs.seats.texts import Texts, output_of
+from draftwise.propose.hybrid import join
 from draftwise.propose.lookup.ngram import NgramProposer
+from draftwise.types import Proposal, chain
 
 CPU = torch.device("cpu")
 
@@ -182,6 +185,66 @@ def test_outputs_make_room_for_newer_ones() -> None:
     assert output_of(np.arange(6), 4).tolist() == [4, 5]
 
 
+def random_trees(memory: SeatMemory, rng: np.random.Generator) -> list[Proposal]:
+    """Trees that wait in all seats, of three tokens; none in the first."""
+    trees = []
+    for s in range(memory.seats):
+        size = int(rng.integers(1, DRAFTS + 1)) if s else 0
+        tokens: list[int] = []
+        parents: list[int] = []
+        while len(tokens) < size:
+            node = int(rng.integers(0, 3)), int(rng.integers(-1, len(tokens)))
+            if node not in list(zip(tokens, parents, strict=True)):
+                tokens.append(node[0])
+                parents.append(node[1])
+        form = form_of(parents, DRAFTS)[:3].to(memory.device)
+        memory.own_forms[s, :3] = form
+        memory.state[s, WAITING] = memory.answer[s, ANSWERED_WAITING] = size
+        first = ANSWER + DRAFTS + 1
+        for place in (memory.waiting_drafts[s], memory.answer[s, first:]):
+            place[:size] = torch.tensor(tokens, dtype=torch.int64)
+        memory.answer[s, first + 2 * DRAFTS :][:DRAFTS] = form[2, 1:]
+        trees.append(Proposal(tuple(tokens), tuple(parents), "model"))
+    return trees
+
+
+def test_what_is_found_becomes_a_branch() -> None:
+    """As a hybrid joins both on the host, with room for all and without."""
+    rng = np.random.default_rng(3)
+    shared = added = 0
+    for _ in range(60):
+        texts = [rng.integers(0, 3, 12).tolist() for _ in range(SEATS)]
+        budget = int(rng.integers(1, DRAFTS + 1))
+        alone, memory = with_texts(texts, budget), with_texts(texts, budget)
+        look = LookUp(DRAFTS, 4, 1)
+        look_up(alone, SEATS, 1, look)
+        trees = random_trees(memory, rng)
+        for s, tree in enumerate(trees):
+            memory.state[s, WAITING] = min(len(tree), budget)
+        look_up(memory, SEATS, 1, look._replace(joins=True))
+        for s, tree in enumerate(trees):
+            path = drafts_of(alone, s)
+            found = chain(path, "look-up")
+            nodes = (
+                min(len(tree), max(budget - min(len(path), budget // 2), 1))
+                if path
+                else min(len(tree), budget)
+            )
+            wanted = join(tree.prefix(nodes), found, budget)
+            count = int(memory.state[s, WAITING])
+            assert tuple(drafts_of(memory, s)) == wanted.tokens
+            own = memory.own_forms[s, :3, : count + 1]
+            assert torch.equal(own, form_of(wanted.parents, DRAFTS)[:3, : count + 1])
+            parents = memory.answer[s, ANSWER + 3 * DRAFTS + 1 :][:count].tolist()
+            assert parents == list(wanted.parents)
+            assert (memory.answer[s, RAN] == 2) == (count > nodes)
+            added += count - nodes
+            shared += any(
+                node == (path[0], -1) for node in zip(tree.tokens, tree.parents, strict=True) if path
+            )
+    assert shared > 20 and added > 50
+
+
 def test_a_kernel_finds_the_same() -> None:
     """In Triton's interpreter, or on a device; texts of several tiles."""
     pytest.importorskip("triton", reason="the package triton is not installed")
@@ -209,15 +272,18 @@ def test_a_kernel_finds_the_same() -> None:
                 memory.now[:, 0] = torch.tensor([1, 1, 1, 0, 1, 1])
                 memory.walk.packed[:SEATS, 0] = tokens(SEATS)
                 memory.walk.tokens[:SEATS] = tokens(SEATS, DRAFTS + 1)
+                joins = seed in (1, 2, 5)
+                if joins:
+                    random_trees(memory, rng)
                 look = LookUp(DRAFTS, 4, 1 + seed % 2)
                 if seed > 1:
                     look = LookUp(DRAFTS, 7, 1, 0.75, 0.5, (0.0, 0.4)[seed % 2], past=seed > 3)
-                find(memory, SEATS, 1, look)
+                find(memory, SEATS, 1, look._replace(joins=joins))
                 drafts = [
                     memory.waiting_drafts[s, :n].tolist() for s, n in enumerate(memory.state[:, WAITING])
                 ]
                 found.append((drafts, memory.state.tolist(), memory.answer.tolist()))
-                found.append((memory.text[:, :-1].tolist(),))
+                found.append((memory.text[:, :-1].tolist(), memory.own_forms.tolist()))
             made.append(found)
     assert made[0] == made[1]
     lengths = {len(own) for drafts, *_ in made[0][::2] for own in drafts}

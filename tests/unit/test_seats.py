@@ -17,6 +17,7 @@ from draftwise.graphs.chains import ChainLoop
 from draftwise.graphs.loop import Drafter, LoopMemory
 from draftwise.graphs.plans import distribution_rows
 from draftwise.graphs.seats import rows
+from draftwise.graphs.seats.features import DrafterSeats, SeatedLoop
 from draftwise.graphs.seats.memory import (
     ACCEPTED,
     ANSWER,
@@ -39,7 +40,7 @@ from draftwise.graphs.seats.memory import (
 )
 from draftwise.graphs.seats.rules import Deciding, verify
 from draftwise.graphs.seats.shaping import BIASED, PENALISED, TEMPERED, TRUNCATED, Shaping, numbers_of
-from draftwise.graphs.seats.step import DrafterSeats, Entering, SeatedLoop, SeatedSteps
+from draftwise.graphs.seats.step import Entering, SeatedSteps
 from draftwise.names import ACCEPT, SHARED
 from draftwise.sampling.logits import LogitsRow, process
 from draftwise.sampling.noise import (
@@ -80,6 +81,7 @@ def test_pages_by_hand() -> None:
 
 
 RATES = (0.9, 0.5, 0.2)
+NOT_DRAWN = ("greedy", "synthetic", "typical")
 
 
 def oracle(
@@ -94,7 +96,7 @@ def oracle(
     known, root = memory.state[seat, :2].tolist()
     nodes = int(memory.now[seat, 1])
     tokens = memory.waiting_drafts[seat, :nodes].tolist()
-    greedy = rule in ("greedy", "synthetic")
+    greedy = rule in NOT_DRAWN
     params = SamplingParams(temperature=0.0 if greedy else float(memory.number(TEMPERATURE)[seat]))
     ids_np = np.full(known, root, np.int32)
     state = SamplingState(
@@ -138,7 +140,7 @@ def test_a_rule_decides_as_that_of_its_name(names: tuple[str, ...], with_q: bool
         rows.begin(memory, target.batch, SPARE)
         scores = logits.view(SEATS, DRAFTS + 1, VOCAB).clone()
         for seat in range(SEATS):
-            if names[seat % len(names)] not in ("greedy", "synthetic"):
+            if names[seat % len(names)] not in NOT_DRAWN:
                 scores[seat] /= memory.number(TEMPERATURE)[seat].float()
         verify(memory, scores.view(-1, VOCAB), Deciding(SEATS, DRAFTS + 1, names, RATES), COUNTERS)
         for seat in range(SEATS):
@@ -183,7 +185,7 @@ def test_trees_are_walked_as_by_the_rule_of_that_name(rule: str, drawn: str) -> 
             memory.state[:4, SOURCE] = 1
         rows.begin(memory, pass_rows(count + 1, CPU).batch, SPARE)
         scores = logits.view(SEATS, count + 1, VOCAB).clone()
-        if rule not in ("greedy", "synthetic"):
+        if rule not in NOT_DRAWN:
             scores /= memory.number(TEMPERATURE).float()[:, None, None]
         verify(
             memory, scores.view(-1, VOCAB), Deciding(SEATS, count + 1, (rule,), RATES, trees=True), COUNTERS

@@ -14,6 +14,7 @@ from tests.unit.test_attention_torch import make_batch
 
 from draftwise.attention.base import first_key, request_keys, request_slots
 from draftwise.attention.reference import ReferenceAttention
+from draftwise.graphs.buffers import static_input
 from draftwise.kernels.triton.attention import Tiling, TritonAttention, _tasks
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kv.storage import LARGEST, quantized
@@ -51,6 +52,7 @@ def check(
     tiling: Tiling = SMALL,
     workspace: int = 1 << 20,
     limit: float = 1e-5,
+    whole: bool = False,
 ) -> torch.Tensor:
     kv = filled_cache(batch, slots, kv_heads, dim, dtype)
     entries: tuple[torch.Tensor, ...] = (kv if cache is None else kv.to(cache),)
@@ -62,17 +64,24 @@ def check(
     entries = tuple(part.to(DEVICE) for part in entries)
     q = packed.to(DEVICE)[:, :heads]  # strided, as the packed q/k/v buffer gives it
     scale = dim**-0.5
-    expected = ReferenceAttention().run(
-        q, entries, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap
-    )
+    options = {"num_kv_heads": kv_heads, "scale": scale, "window": window, "softcap": softcap, "whole": whole}
+    expected = ReferenceAttention().run(q, entries, batch, **options)  # type: ignore[arg-type]
     buffer = torch.full_like(expected, 7.0)
     backend = TritonAttention(tiling, workspace)
-    actual = backend.run(
-        q, entries, batch, num_kv_heads=kv_heads, scale=scale, window=window, softcap=softcap, out=buffer
-    )
+    actual = backend.run(q, entries, batch, out=buffer, **options)  # type: ignore[arg-type]
     assert actual is buffer
     torch.testing.assert_close(actual.float(), expected.float(), atol=limit, rtol=limit)
     return actual
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 40])
+@pytest.mark.parametrize("tiling", [SMALL, TWICE], ids=["small", "twice"])
+def test_rows_see_those_behind_them_where_they_are_told_to(window: int | None, tiling: Tiling) -> None:
+    batch, slots = make_batch(
+        np.random.default_rng(7), [(9, 8, False), (40, 1, False), (0, 20, False), (28, 9, False)]
+    )
+    seen = check(batch, slots, window=window, tiling=tiling, whole=True)
+    assert not torch.equal(seen, check(batch, slots, window=window, tiling=tiling))
 
 
 MIXED = [(9, 1, False), (40, 5, True), (0, 20, False), (0, 0, False), (33, 1, False), (31, 3, True)]
@@ -255,3 +264,23 @@ def test_a_token_has_the_same_bits_in_a_tree_a_chunk_and_alone(
         masks[node] = sum(1 << n for n in nodes[: i + 1])
     batch = batch_of([14, 2], [context, 5], masks, [[0, 1, 2, 3], [4, 5, 6, 7]])
     assert torch.equal(run(queries, scattered, batch)[nodes], chunk)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_captured_rows_see_those_behind_them_too(window: int | None) -> None:
+    """Blocks of six rows in a captured pass: the bits of a pass with as many rows."""
+    parts = [(9, 6, False), (40, 6, False), (0, 6, False)]
+    batch, slots = make_batch(np.random.default_rng(8), parts)
+    entries = (filled_cache(batch, slots, 2, 8, torch.float32).nan_to_num(3.0).to(DEVICE),)
+    q = torch.randn((18, 4, 8), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    longs = torch.zeros(18, dtype=torch.int64, device=DEVICE)
+    words = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    context = torch.from_numpy(batch.context_len_np).to(DEVICE)
+    tables = torch.from_numpy(batch.block_tables_np).to(DEVICE)
+    static = StaticRows(6, 64, context, words, words, tables, longs)
+    passes = (batch, static_input(longs, longs, longs, batch.block_size, static).attention)
+    made = [
+        TritonAttention(SMALL).run(q, entries, one, num_kv_heads=2, scale=0.3, window=window, whole=True)
+        for one in passes
+    ]
+    assert torch.equal(*made)

@@ -15,7 +15,14 @@ from draftwise.graphs.loop import Drafter, LoopKind, LoopMemory
 from draftwise.kernels.select import KERNELS_VARIABLE
 from draftwise.kernels.triton import inputs
 from draftwise.kernels.triton.availability import interpreted
-from draftwise.kernels.triton.inputs import DraftSlots, best_tokens, next_rows, sample_tokens
+from draftwise.kernels.triton.inputs import (
+    EXCLUDED,
+    DraftSlots,
+    add_biases,
+    best_tokens,
+    next_rows,
+    sample_tokens,
+)
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.names import SHARED
 from draftwise.sampling.draw import pick
@@ -162,3 +169,17 @@ def test_a_loop_makes_the_same_rows_and_tokens_as_with_torch(
     assert results[0] == results[1]
     assert len(results[0][1]) == steps - 1
     assert SPARE in results[0][1][0][1] and results[0][1][0][1].count(SPARE) < 3
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("vocab", [7, 5000])
+def test_biases_are_added_where_somebody_has_one(vocab: int, mapped: bool) -> None:
+    """Three requests of two rows each, of which the second has one."""
+    logits = torch.randn((6, vocab), generator=torch.Generator().manual_seed(vocab)).to(DEVICE)
+    bias = torch.randn(2 * vocab, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    bias[3] = -float("inf")
+    ids = torch.arange(vocab, device=DEVICE) * 2 if mapped else None
+    at = torch.tensor([0, bias.data_ptr(), 0], device=DEVICE)
+    wanted = logits.clone()
+    wanted[2:4] += (bias[:vocab] if ids is None else bias[ids]).clamp(min=EXCLUDED)
+    assert torch.equal(add_biases(logits.clone(), at, ids), wanted)

@@ -105,7 +105,7 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
             head = "head" in drafter
             shape = SHAPES[3 if masked else 0 if tree is None else 1 + (tree == "own")]
             loop = LoopRows(
-                number, seats, batch, kind, 24, SPARE, head, shape, ends if head else None, 77, number
+                number, seats, batch, kind, 24, SPARE, head, shape, ends if head else None, 20, number
             )
             form.advance(memory, SEATS, loop)
             form.finish(memory, SEATS, loop)

@@ -112,6 +112,28 @@ def test_greedy_and_coupled_chains_and_trees_together(vocab: int) -> None:
     assert len({len(result.path) for result in decided(logits, requests)}) > 1
 
 
+@pytest.mark.parametrize("vocab", [7, 1030])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_typical_keeps_the_longest_of_likely_paths(vocab: int, temperature: float) -> None:
+    """Chains and trees of likely tokens, and of some that are not; of two paths of one length the first one stays."""
+    requests, first = [], 1
+    logits = torch.randn((120, vocab), generator=generator(vocab)) * 2
+    logits[:, vocab // 2] = -float("inf")
+    best = logits.argsort(-1, descending=True)
+    for seed in range(14):
+        parents = ((-1, 0, 1, 2), BINARY, (-1, -1, 0, 1), ())[seed % 4]
+        ranks = [
+            vocab // 2 if not node and seed % 3 == 1 else (node + seed) % 3 // 2
+            for node in range(len(parents))
+        ]
+        tokens = [int(best[first + 1 + parent, rank]) for parent, rank in zip(parents, ranks, strict=True)]
+        proposal = Proposal(tuple(tokens), parents, "test")
+        requests.append(request(proposal, "typical", first, vocab, seed, temperature))
+        first += len(parents) + 1
+    paths = {result.path for result in decided(logits, requests)}
+    assert len({len(path) for path in paths}) > 2 and any(path[:1] == (1,) for path in paths)
+
+
 def test_ties_and_exclusions() -> None:
     logits = torch.zeros((3, 9))
     logits[0, [4, 7]] = 1.0

@@ -7,6 +7,7 @@ rows of the earlier ones; bits count them all). Keys below ``first_key`` are see
 
 ======================  =======================================================================================
 causal request          committed keys and own rows 0..i; row i stands at position context_len + i
+``whole`` request       committed keys and all own rows; row i stands at position context_len + i
 tree request            committed keys and own rows j whose bit j is set in ``ancestors[row]``; row i stands at
                         position context_len + (set bits - 1), because its ancestors in this pass lie on one path
 sliding window W        of these, only keys whose *position* p satisfies ``position(row) - p < W``
@@ -54,6 +55,7 @@ class AttentionBackend(ABC):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        whole: bool = False,
     ) -> Tensor:
         """Attend with every row of a pass.
 
@@ -69,6 +71,7 @@ class AttentionBackend(ABC):
             softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2); None: they stay.
             sinks: [Hq] float32, of each head the score of one key more, whose value is zero (GPT-OSS); None: none.
             out: [T, Hq * D] buffer for the result, of q's dtype.
+            whole: requests that are no trees are ``whole`` ones, not causal.
 
         Returns:
             [T, Hq * D] of q's dtype. Scores and softmax are float32 inside.
@@ -87,6 +90,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    whole: bool = False,
 ) -> Tensor:
     """`AttentionBackend.run`, for operations that can be captured: in a pass that is captured without attention
     (`AttentionBatch.apart`) the call is noted, not made."""
@@ -102,6 +106,7 @@ def attend(
             softcap=softcap,
             sinks=sinks,
             out=out,
+            whole=whole,
         )
 
     if batch.apart is None:
@@ -145,7 +150,9 @@ def request_ancestors(batch: AttentionBatch, r: int) -> npt.NDArray[np.bool_]:
     return (bits & np.uint64(1)).astype(bool)
 
 
-def request_mask(batch: AttentionBatch, r: int, start_key: int, window: int | None) -> npt.NDArray[np.bool_]:
+def request_mask(
+    batch: AttentionBatch, r: int, start_key: int, window: int | None, *, whole: bool = False
+) -> npt.NDArray[np.bool_]:
     """Visibility of keys ``start_key ..`` for each row of request r: bool [n, request_keys - start_key].
 
     Keys are in logical order. ``start_key`` must be at most context_len.
@@ -158,14 +165,14 @@ def request_mask(batch: AttentionBatch, r: int, start_key: int, window: int | No
     context = int(batch.context_len_np[r])
     assert start_key <= context
     tree = bool(batch.is_tree_np[r])
-    own = request_ancestors(batch, r) if tree else np.tri(n, dtype=bool)
+    own = request_ancestors(batch, r) if tree else np.ones((n, n), bool) if whole else np.tri(n, dtype=bool)
     mask = np.ones((n, context - start_key + own.shape[1]), dtype=bool)
     mask[:, context - start_key :] = own
     mask[:, : max(0, first_key(batch, r) - start_key)] = False
     if window is not None:
         rows = request_positions(batch, r)[:, None]  # [n, 1]
         mask[:, : context - start_key] &= rows - np.arange(start_key, context) < window
-        # of a causal row too: it sees rows 0..i, which stand at context + 0..i
+        # of a causal or whole row too: it sees rows 0..j, which stand at context + 0..j
         mask[:, context - start_key :] &= rows - (context + own.cumsum(axis=1) - 1) < window
     return mask
 

@@ -25,13 +25,14 @@ class ReferenceAttention(AttentionBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        whole: bool = False,
     ) -> Tensor:
         rows, heads, dim = q.shape
         result = q.new_empty(rows, heads, dim) if out is None else out.view(rows, heads, dim)
         for r in range(len(batch.context_len_np)):
             start, end = int(batch.query_start_np[r]), int(batch.query_start_np[r + 1])
             slots = torch.from_numpy(request_slots(batch, r, 0, request_keys(batch, r))).to(q.device)
-            mask = torch.from_numpy(request_mask(batch, r, 0, window)).to(q.device)  # [n, L]
+            mask = torch.from_numpy(request_mask(batch, r, 0, window, whole=whole)).to(q.device)  # [n, L]
             taken = dequantized(tuple(part[slots] for part in kv), torch.float32)  # [L, 2 * Hkv, D]
             taken[~mask.any(0)] = 0.0  # an unseen slot may hold anything: 0 * NaN is NaN
             keys, values = taken[:, :num_kv_heads], taken[:, num_kv_heads:]  # [L, Hkv, D]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend
 from draftwise.attention.torch_plan import Group, Single, Task, plan_tasks, single_mask
+from draftwise.attention.whole import attend_whole
 from draftwise.kv.storage import dequantized
 from draftwise.types import AttentionBatch
 
@@ -42,7 +43,20 @@ class TorchGroupedAttention(AttentionBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        whole: bool = False,
     ) -> Tensor:
+        if whole:
+            return attend_whole(
+                q,
+                kv,
+                batch,
+                num_kv_heads=num_kv_heads,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                out=out,
+            )
         plans = batch.cache.get("torch_grouped")
         if plans is None:
             plans = batch.cache["torch_grouped"] = {}

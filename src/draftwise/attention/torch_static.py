@@ -35,6 +35,7 @@ class TorchStaticAttention(AttentionBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        whole: bool = False,
     ) -> Tensor:
         static = batch.static
         if static is None:
@@ -48,6 +49,7 @@ class TorchStaticAttention(AttentionBackend):
                 softcap=softcap,
                 sinks=sinks,
                 out=out,
+                whole=whole,
             )
         requests, n = static.context.shape[0], static.rows
         heads, dim = q.shape[1:]
@@ -56,7 +58,7 @@ class TorchStaticAttention(AttentionBackend):
         slots = static.tables[:, keys // size].long() * size + keys % size  # [R, L]
         taken = tuple(part[slots] for part in kv)
         entries = dequantized(taken, torch.float32)  # [R, L, 2 * Hkv, D]
-        mask = _mask(static, keys, window)  # [R, N, L]
+        mask = _mask(static, keys, window, whole)  # [R, N, L]
         group = heads // num_kv_heads
         query = q.reshape(requests, n, num_kv_heads, group, dim).float()
         scores = torch.einsum("rnhgd,rlhd->rnhgl", query, entries[:, :, :num_kv_heads]) * scale
@@ -75,7 +77,7 @@ class TorchStaticAttention(AttentionBackend):
         return result if out is None else out.copy_(result)
 
 
-def _mask(static: StaticRows, keys: Tensor, window: int | None) -> Tensor:
+def _mask(static: StaticRows, keys: Tensor, window: int | None, whole: bool) -> Tensor:
     """Which keys each row sees, bool [R, N, L]; see `attention.base`."""
     requests, n = static.context.shape[0], static.rows
     context = static.context.long()[:, None, None]
@@ -85,7 +87,7 @@ def _mask(static: StaticRows, keys: Tensor, window: int | None) -> Tensor:
     shifts = own.clamp(0, 63)
     in_tree = ((bits >> shifts) & 1).bool() & (own >= 0) & (own < 64)
     tree = static.is_tree.bool()[:, None, None]
-    mask = torch.where(tree, (own < 0) | in_tree, own <= row)
+    mask = torch.where(tree, (own < 0) | in_tree, own < n if whole else own <= row)
     mask = mask & (keys >= static.first_key.long()[:, None, None])
     if window is not None:
         # a row of a tree stands at context + its ancestors before it; so does, to a row that sees it, each of these

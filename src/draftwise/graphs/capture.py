@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape, Tables
 from draftwise.graphs.chains import ChainLoop
-from draftwise.graphs.loop import KINDS, Drafter, LoopMemory
+from draftwise.graphs.loop import KINDS, Drafter, LoopMemory, deeper_rows
 from draftwise.graphs.plans import TreePlan
 from draftwise.graphs.trees import TreeLoop
 from draftwise.types import ChainDraws, StepInput, TreeDraws
@@ -18,7 +18,8 @@ from draftwise.types import ChainDraws, StepInput, TreeDraws
 class Captures:
     """``passes``, and loops of ``steps`` drafts (0: none), or of the tree ``tree``, for the requests of ``loops``,
     whose first pass has as many rows as there; ``pieces``: numbers of rows of passes without attention, see
-    `graphs.pieces`. ``mask``: the token with which a draft model drafts all tokens in one pass; None: it does not."""
+    `graphs.pieces`. ``mask``: the token with which a draft model drafts all tokens in one pass; None: it does not.
+    ``block``: rows of a request in a `BlockPass`; 0: there is none."""
 
     passes: tuple[Shape, ...]
     loops: tuple[Shape, ...] = ()
@@ -26,6 +27,7 @@ class Captures:
     tree: TreePlan | None = None
     pieces: tuple[int, ...] = ()
     mask: int | None = None
+    block: int = 0
 
     @property
     def max_requests(self) -> int:
@@ -42,8 +44,10 @@ class Captures:
 
     @property
     def fed(self) -> int:
-        """Nodes of a request that loops feed without regard to how many are verified; 0: none are."""
+        """Rows of a request that loops feed without regard to how many drafts are verified; 0: none are."""
         tree = self.tree
+        if self.block:
+            return self.block
         return 0 if tree is None or tree.shape is not None else max(tree.top_k * (tree.depth - 1), 1)
 
     @property
@@ -68,14 +72,15 @@ class Captures:
             parts.append(f"{loops} loops of {kind} for {min(counts)}..{max(counts)} requests")
         return ", ".join(parts) or "nothing"
 
-    def loop_bytes(self, vocab_size: int, feature_bytes: int = 0) -> int:
-        """Bytes of a `LoopMemory`, and of what each loop of a tree keeps; ``feature_bytes``: of one row's features."""
+    def loop_bytes(self, vocab_size: int, feature_bytes: int = 0, depths: int = 1) -> int:
+        """Bytes of a `LoopMemory`, and of what each loop of a tree keeps; ``feature_bytes``: of one row's features;
+        ``depths``: layers of a head that take turns."""
         if not self.loops:
             return 0
         requests = max(shape.requests for shape in self.loops)
         rows = max(shape.size for shape in self.loops)
         shared = 8 * vocab_size + requests * (8 * self.steps + 4 * self.draws * vocab_size)
-        shared += rows * feature_bytes
+        shared += (rows + sum(deeper_rows(self.loops, depths - 1))) * feature_bytes
         if self.tree is None:
             return shared
         return shared + len(self.tree.kinds) * sum(self.tree.loop_bytes(s.requests) for s in self.loops)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape, static_input
@@ -42,14 +43,12 @@ class ChainLoop(DraftLoop):
         """See `DraftLoop`."""
         super().__init__(shape, kind, steps, drafter, rows, memory, spare_slot, backend)
         self._steps = steps
-        if drafter.mask_token is not None:
+        if drafter.mask_token is not None and drafter.block is None:
             self.masks = steps - 1
-        requests, device = shape.requests, backend.device
-        self._zeros = torch.zeros(requests, dtype=torch.int32, device=device)
-        self._ones = torch.ones(requests, dtype=torch.int64, device=device)
-        self._reach = torch.arange(steps + 1, device=device)
+        self._alone = torch.ones(shape.requests, dtype=torch.int64, device=backend.device)
+        self._reach = torch.arange(steps + 1, device=backend.device)
         self._depths = self._nodes = self._reach[:-1]
-        self._tokens = memory.tokens[:requests]
+        self._tokens = memory.tokens[: shape.requests]
 
     @property
     def steps(self) -> int:
@@ -58,9 +57,9 @@ class ChainLoop(DraftLoop):
     def takes(self, need: Need, steps: int, draws: ChainDraws | None) -> bool:
         """Whether it can draft for requests with this need."""
         kind = "argmax" if draws is None else draws.stream
-        if self.drafter.mask_token is not None:
-            return False  # the host makes rows of masks itself
-        return steps <= self.steps and kind == self.kind and self.rows.fits(need)
+        # what a deeper layer goes on from is known to seats alone
+        alone = self.at_once or bool(self.drafter.deeper)
+        return not alone and steps <= self.steps and kind == self.kind and self.rows.fits(need)
 
     def run(
         self, batch: StepInput, features: Tensor | None, steps: int, draws: ChainDraws | None
@@ -95,47 +94,88 @@ class ChainLoop(DraftLoop):
 
     def _run(self) -> None:
         self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
-        if self.drafter.advance is None or self.masks:
-            for step, logits in enumerate(self._in_one_pass()):
-                self._tokens[:, step].copy_(self._draw(logits, step))
+        if self.at_once:
+            self._draw_all()
             return
-        hidden, features = self.drafter.advance(self.rows.batch, self._features)
+        advance, deeper = self.drafter.advance, self.drafter.deeper
+        assert advance is not None
+        hidden, given = advance(self.rows.batch, self._features)
         hidden = hidden.index_select(0, self._last)
-        if features is not None:
-            features = features.index_select(0, self._last)
+        features = None if given is None else given.index_select(0, self._last)
         for step in range(self.steps):
             tokens = self._draw(self.drafter.logits(hidden), step)
             self._tokens[:, step].copy_(tokens)
-            if step + 1 < self.steps:
-                hidden, features = self.drafter.advance(self._next(tokens, step), features)
+            if step < len(deeper):
+                assert given is not None
+                hidden, features, given = self._deepen(step + 1, given)
+            elif step + 1 < self.steps:
+                alone = deeper[-1] if deeper else advance
+                hidden, features = alone(self._next(tokens, step), features)
 
-    def _in_one_pass(self) -> Tensor:
-        """Logits [steps, R, Vd] behind all drafts. Those of masks come from the rows behind a request's last token,
-        of which only place and position were filled in.
+    def _deepen(self, depth: int, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The pass of a deeper layer over the rows of the first pass and ``depth`` drafts behind them. Row j reads what
+        the layer above gave for row j - 1, the first one what is carried.
 
-        Example: 3 drafts, 6 rows each, of which two requests have filled 1 and 3: ``last`` is 0 and 8, and drafts are
-        drawn from rows 0, 1, 2 and 8, 9, 10.
+        Args:
+            depth: of the layer, from 1 on.
+            given: [R * (rows + depth - 1), F] features from the layer above.
+
+        Returns:
+            Hidden states and features of the last draft's row, [R, H] and [R, F], and the features of all rows.
         """
-        drafter, features = self.drafter, self._features
-        if drafter.advance is None:
-            assert features is not None
-            return drafter.logits(features)
-        batch, (requests, width) = self.rows.batch, (self.shape.requests, self.shape.rows)
-        row = torch.arange(requests * width, device=self._last.device)
-        masked = row > self._last[:, None].expand(-1, width).flatten()
-        assert drafter.mask_token is not None
-        batch = replace(batch, token_ids=batch.token_ids.masked_fill(masked, drafter.mask_token))
-        if features is not None:
-            assert drafter.mask_feature is not None
-            features = torch.where(masked[:, None], drafter.mask_feature, features)
-        hidden, _ = drafter.advance(batch, features)
-        drawn_from = row[: self.steps, None] + self._last
-        logits = drafter.logits(hidden.index_select(0, drawn_from.flatten()))
-        return logits.view(self.steps, requests, -1)
+        first, (requests, width) = self.rows.batch, (self.shape.requests, self.shape.rows)
+        static = first.attention.static
+        assert static is not None and self._carried is not None
+        features = self._deeper[depth - 1]
+        features[:, 0].copy_(self._carried[:, depth - 1])
+        features[:, 1:].copy_(given.view(requests, width + depth - 1, -1))
+        place = torch.arange(width + depth, device=given.device)
+        request = torch.arange(requests, device=given.device)
+        known = (self._last - request * width + 1)[:, None]  # rows of known tokens
+        draft = place - known
+        is_known = draft < 0
+        drafted = self._tokens.gather(1, draft.clamp(0, self.steps - 1))
+        tokens, slots = (pad(x.view(requests, width), (0, depth)) for x in (first.token_ids, first.slots))
+        drafting = (draft < depth) & (draft + 1 < self._length[:, None])
+        stored = torch.where(is_known, (slots != self._spare_slot) & (place < width), drafting)
+        keys = static.context[:, None].long() + place
+        positions = (keys + self.drafter.position_offset).clamp(0, self.drafter.max_position)
+        batch = self._rows_at(
+            torch.where(is_known, tokens, drafted),
+            keys,
+            positions,
+            stored,
+            context=static.context,
+            first_key=self._first_key(depth, static.context),
+        )
+        hidden, own = self.drafter.deeper[depth - 1](batch, features.flatten(0, 1))
+        assert own is not None
+        row = request * (width + depth) + known.squeeze(1) + depth - 1
+        return hidden.index_select(0, row), own.index_select(0, row), own
+
+    def _first_key(self, depth: int, context: Tensor) -> Tensor:
+        """[R] int32: a layer has no rows before its own first key, which stands one behind that of the layer above.
+        Requests that fill up see some key all the same."""
+        static = self.rows.batch.attention.static
+        assert static is not None
+        return torch.minimum(static.first_key + depth, context) if depth else static.first_key
+
+    def _draw_all(self) -> None:
+        every, hidden = self._in_one_pass()
+        block = self.drafter.block
+        tokens = self.rows.batch.token_ids.index_select(0, self._last)
+        state: Tensor | None = None
+        for step, logits in enumerate(every):
+            if block is not None and block.correct is not None:
+                assert hidden is not None
+                logits, state = block.correct(logits, tokens, hidden[step], state, step)
+            tokens = self._draw(logits, step)
+            self._tokens[:, step].copy_(tokens)
 
     def _draw(self, logits: Tensor, step: int) -> Tensor:
         """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
         ids = self.drafter.target_ids
+        logits = self._biased(logits)
         if self._fused and self._q is not None:
             uniforms = self._noise.view(torch.float64)[:, step]
             q = self._q[:, step]
@@ -174,9 +214,14 @@ class ChainLoop(DraftLoop):
         )
         made = next_rows if self._fused else next_rows_in_torch
         positions, slots, context = made(self._start, self._length, step, where)
-        max_keys = static.max_keys + self.steps
         alone = replace(
-            static, rows=1, max_keys=max_keys, context=context, is_tree=self._zeros, ancestors=self._ones
+            static,
+            rows=1,
+            max_keys=static.max_keys + self.steps,
+            context=context,
+            first_key=self._first_key(len(drafter.deeper), context),
+            is_tree=self._zeros,
+            ancestors=self._alone,
         )
         return static_input(tokens, positions, slots, size, alone)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -13,16 +14,17 @@ from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Tables
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.decoder import on_device
-from draftwise.graphs.loop import Drafter
+from draftwise.graphs.loop import BlockPass, Drafter
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
+from draftwise.models.heads.block import BLOCK, BlockHead
 from draftwise.models.heads.wrapped import WrappedHead
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 
 
 class GraphedHead(WrappedHead):
-    """Behaves as the head it wraps, which must have one depth for its loops to be captured. All else, such as the rows
-    of a prompt and the levels of a tree, runs as it would without it."""
+    """Behaves as the head it wraps, whose loops are captured. All else, such as the rows of a prompt, runs as it would
+    without it."""
 
     pads = True
 
@@ -45,7 +47,7 @@ class GraphedHead(WrappedHead):
         self._kv = kv
         self._loops = Loops([], [])
         captures, backend, size = self.captures, self._backend, self._block_size
-        if not captures.loops or self.num_depths > 1:
+        if not captures.loops:
             return
         tables = Tables(captures.max_requests, captures.max_keys, size, backend)
         self._loops = capture_loops(captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
@@ -94,13 +96,14 @@ class GraphedHead(WrappedHead):
     def _drafter(self, kv: KVStorage) -> Drafter:
         inner = self.inner  # not self, which holds the loops: they would keep each other alive
 
-        def advance(batch: StepInput, features: Tensor | None) -> tuple[Tensor, Tensor]:
+        def advance(depth: int, batch: StepInput, features: Tensor | None) -> tuple[Tensor, Tensor]:
             assert features is not None
-            output = inner.forward(batch, features, kv)
+            output = inner.forward(batch, features, kv, depth)
             return output.hidden, output.features
 
+        first, *deeper = (partial(advance, depth) for depth in range(self.num_depths))
         return Drafter(
-            advance,
+            first,
             inner.logits,
             self.draft_vocab_size,
             max_position=self.max_model_len - 1,
@@ -110,7 +113,19 @@ class GraphedHead(WrappedHead):
             dtype=self.dtype,
             mask_token=self.mask_token,
             mask_feature=self.mask_feature,
+            deeper=deeper,
+            block=None if not isinstance(inner, BlockHead) else self._block_pass(inner, kv),
         )
+
+    def _block_pass(self, inner: BlockHead, kv: KVStorage) -> BlockPass:
+        nothing = torch.empty((0, self.feature_size), dtype=self.dtype, device=self.device)
+
+        def advance(batch: StepInput) -> Tensor:
+            return inner.forward(batch, nothing, kv, BLOCK).hidden
+
+        correction = inner.correction
+        correct = None if correction is None else correction.correct
+        return BlockPass(advance, self.captures.block, inner.first_row, correct)
 
     # ------------------------------------------------------------------------------- what is handed through
 
@@ -121,4 +136,6 @@ class GraphedHead(WrappedHead):
         return self.inner.recordable()
 
     def static_bytes(self) -> int:
-        return self.captures.loop_bytes(self.draft_vocab_size, self.feature_size * self.dtype.itemsize)
+        return self.captures.loop_bytes(
+            self.draft_vocab_size, self.feature_size * self.dtype.itemsize, self.num_depths
+        )

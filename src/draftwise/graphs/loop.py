@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Graph, GraphBackend
-from draftwise.graphs.buffers import PassBuffers, Shape
+from draftwise.graphs.buffers import PassBuffers, Shape, static_input
 from draftwise.kernels.select import on_triton
+from draftwise.kernels.triton.inputs import add_biases
 from draftwise.sampling.noise import token_counters
 from draftwise.types import StepInput
 
@@ -45,20 +46,42 @@ class LoopSeats(NamedTuple):
     tokens: Tensor  # [R, steps] int64
     q: Tensor | None  # [R, draws, Vd] float32; None: nothing is drawn from it
     reach: Tensor  # [levels + 1] int64, leading drafts or candidates that are on no more than so many levels
-    form: Tensor | None = (
-        None  # [R, 3, steps + 1] int64, left behind of dynamic trees: see `seats.memory.form_of`
-    )
+    form: Tensor | None = None
+    """[R, 3, steps + 1] int64, left behind of dynamic trees: see `seats.memory.form_of`."""
+    carried: Tensor | None = None  # [R, depths - 1, F] of heads with several layers
+    deeper: tuple[Tensor, ...] = ()
+    """Of each deeper layer the features that it has read: [R, rows + depth, F]."""
+    steered: Tensor | None = None
+    """[R] int64: the address of what is added to a request's logits, [V] float32; 0: nothing is."""
+    bias: Tensor | None = None
+    """[R, Vd] float32, where kernels do not run: what is added where ``steered`` is not 0."""
+
+
+class BlockPass(NamedTuple):
+    """A second pass, which fills in a block (`models.heads.block`): over the last known token and masks behind it,
+    which all see one another. Drafts are drawn from its rows, from number ``first`` on.
+
+    ``advance``: rows -> hidden states [T, H]. ``rows``: of a request, all of which are fed whatever is verified.
+    ``correct``: `Correction.correct`; None: a draft does not depend on those before it.
+    """
+
+    advance: Callable[[StepInput], Tensor]
+    rows: int
+    first: int
+    correct: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor | None]] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
     """The model that a loop calls.
 
-    ``advance``: None: there are no passes, and ``logits`` makes all at once, [R, F] -> [steps, R, Vd] float32, of the
+    ``advance``: None: there are no passes, and ``logits`` makes all at once, [R, F] -> [levels, R, Vd] float32, of the
     target's hidden state.
     ``position_offset``: from a row's key to its position, -1 for heads. ``target_ids`` [Vd] int64: the target's id of
-    each of its tokens; None: they are the same. ``mask_token``: it drafts all tokens in one pass, over rows of this,
-    and of ``mask_feature`` [1, F] if it is a head; None: one after the other.
+    each of its tokens; None: they are the same. ``mask_token``: it drafts all tokens in one pass, over rows of this;
+    None: one after the other. These rows stand behind those of the first pass, with ``mask_feature`` [1, F] if it is a
+    head, or in a pass of their own, ``block``. ``deeper``: passes of a head's further layers, each of which makes one
+    more draft and reads what the one before it gave (`propose.heads.state`); the last one makes all that follow.
     """
 
     advance: Advance | None
@@ -71,6 +94,8 @@ class Drafter:
     dtype: torch.dtype = torch.float32
     mask_token: int | None = None
     mask_feature: Tensor | None = None
+    block: BlockPass | None = None
+    deeper: Sequence[Advance] = ()
 
 
 class LoopMemory:
@@ -91,10 +116,29 @@ class LoopMemory:
         self.tokens = torch.zeros((requests, steps), dtype=torch.int64, device=device)
         self.q = torch.zeros(size, dtype=torch.float32, device=device)
         self.counters = token_counters(drafter.vocab_size, device, drafter.target_ids)
+        self.bias: Tensor | None = None  # see `LoopSeats`
+        if not on_triton(device):
+            self.bias = torch.zeros((requests, drafter.vocab_size), dtype=torch.float32, device=device)
         self.features: Tensor | None = None
         if drafter.feature_size is not None:
             rows = max(shape.size for shape in shapes)
             self.features = torch.zeros((rows, drafter.feature_size), dtype=drafter.dtype, device=device)
+        self.deeper = [
+            torch.zeros((size, drafter.feature_size or 0), dtype=drafter.dtype, device=device)
+            for size in deeper_rows(shapes, len(drafter.deeper))
+        ]
+        """What goes into each deeper layer; before these what is carried."""
+
+
+def deeper_rows(shapes: Sequence[Shape], deeper: int) -> list[int]:
+    """Sizes of `LoopMemory.deeper`.
+
+    Example: loops of 2 requests with 4 rows each, two deeper layers: 4 vectors that are carried, 10 and 12 rows.
+    """
+    if not deeper:
+        return []
+    rows = [max(s.size + depth * s.requests for s in shapes) for depth in range(1, deeper + 1)]
+    return [deeper * max(s.requests for s in shapes), *rows]
 
 
 class DraftLoop(ABC):
@@ -130,7 +174,7 @@ class DraftLoop(ABC):
         self.drafter, self.rows = drafter, rows
         self._spare_slot = spare_slot
         requests, device = shape.requests, backend.device
-        sizes = [requests, requests, requests, requests, requests * draws]
+        sizes = [requests, requests, requests, requests, requests * draws, requests]
         self._host = backend.host_buffer(sum(sizes))
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         host = [part.numpy() for part in torch.split(self._host, sizes)]
@@ -141,18 +185,43 @@ class DraftLoop(ABC):
         self._last, self._start, self._length = parts[:3]  # [R] int64
         self._scale = parts[3].view(torch.float64)  # [R]
         self._noise = parts[4].view(requests, draws)  # int64 keys, or the bits of float64 uniforms
+        self._steered = parts[5]  # the host's are 0: it steers nobody
+        self._bias = None if memory.bias is None else memory.bias[:requests]
         self._features: Tensor | None = None  # [R * N, F] of the first pass's rows
         if memory.features is not None:
             self._features = memory.features[: shape.size]
         self._q = memory.q[:requests, :draws] if kind == "draft" else None  # [R, draws, Vd]
+        self._carried: Tensor | None = None
+        self._deeper: tuple[Tensor, ...] = ()
+        if memory.deeper:
+            carried, *given = memory.deeper
+            depths = len(given)
+            self._carried = carried[: requests * depths].view(requests, depths, -1)
+            self._deeper = tuple(
+                x[: shape.size + d * requests].view(requests, shape.rows + d, -1)
+                for d, x in enumerate(given, 1)
+            )
         self._counters = memory.counters
         self._fused = on_triton(device)
+        self._zeros = torch.zeros(requests, dtype=torch.int32, device=device)
+        self._ones = torch.ones_like(self._zeros)
         self._graph: Graph | None = None
 
     @property
     @abstractmethod
     def steps(self) -> int:
         """Drafts of a request."""
+
+    @property
+    def levels(self) -> int:
+        """Most drafts of one path."""
+        return len(self._reach) - 1
+
+    @property
+    def at_once(self) -> bool:
+        """Whether what all drafts are drawn from comes from one pass. Such loops are for seats alone: the host makes
+        rows of masks itself."""
+        return self.drafter.advance is None or self.drafter.mask_token is not None
 
     @abstractmethod
     def _run(self) -> None:
@@ -181,6 +250,10 @@ class DraftLoop(ABC):
             self._q,
             self._reach,
             self._form,
+            self._carried,
+            self._deeper,
+            self._steered,
+            self._bias,
         )
 
     def replay(self) -> None:
@@ -211,3 +284,96 @@ class DraftLoop(ABC):
         """Draft for what was filled in on the host."""
         self._device.copy_(self._host, non_blocking=True)
         self.replay()
+
+    # ----------------------------------------------------------------------------------- what is captured
+
+    def _biased(self, logits: Tensor) -> Tensor:
+        """``logits`` [R * n, Vd] float32, which are consumed, with what steers each request added."""
+        if self._bias is None:
+            return add_biases(logits, self._steered, self.drafter.target_ids)
+        wide = logits.view(self.shape.requests, -1, logits.shape[1])
+        steered = (self._steered != 0)[:, None, None]
+        return torch.where(steered, wide + self._bias[:, None], wide).flatten(0, 1)
+
+    def _in_one_pass(self) -> tuple[Tensor, Tensor | None]:
+        """Logits [levels, R, Vd] behind the drafts of all levels, and the hidden states [levels, R, H] that they are
+        of; None: nobody needs these."""
+        drafter, features = self.drafter, self._features
+        if drafter.advance is None:
+            assert features is not None
+            return drafter.logits(features), None
+        hidden = self._masked_rows() if drafter.block is None else self._block_rows(drafter.block)
+        logits = drafter.logits(hidden)
+        shape = (self.levels, self.shape.requests, -1)
+        return logits.view(shape), hidden.view(shape)
+
+    def _masked_rows(self) -> Tensor:
+        """Hidden states [levels * R, H], of masks in the rows behind a request's last token, of which only place and
+        position were filled in.
+
+        Example: 3 drafts, 6 rows each, of which two requests have filled 1 and 3: ``last`` is 0 and 8, and drafts are
+        drawn from rows 0, 1, 2 and 8, 9, 10.
+        """
+        drafter, features = self.drafter, self._features
+        batch, (requests, width) = self.rows.batch, (self.shape.requests, self.shape.rows)
+        row = torch.arange(requests * width, device=self._last.device)
+        masked = row > self._last[:, None].expand(-1, width).flatten()
+        assert drafter.advance is not None and drafter.mask_token is not None
+        batch = replace(batch, token_ids=batch.token_ids.masked_fill(masked, drafter.mask_token))
+        if features is not None:
+            assert drafter.mask_feature is not None
+            features = torch.where(masked[:, None], drafter.mask_feature, features)
+        hidden, _ = drafter.advance(batch, features)
+        return hidden.index_select(0, (row[: self.levels, None] + self._last).flatten())
+
+    def _block_rows(self, block: BlockPass) -> Tensor:
+        """Hidden states [levels * R, H] of blocks, behind a pass that stores what the target has read."""
+        drafter, requests = self.drafter, self.shape.requests
+        assert drafter.advance is not None and drafter.mask_token is not None
+        drafter.advance(self.rows.batch, self._features)
+        place = torch.arange(block.rows, device=self._start.device)
+        last = self.rows.batch.token_ids.index_select(0, self._last)
+        tokens = torch.where(place == 0, last[:, None], drafter.mask_token)
+        keys = self._start[:, None] + place
+        stored = (self._length > 0)[:, None].expand_as(keys)
+        positions = (keys + drafter.position_offset).clamp(min=0)
+        hidden = block.advance(self._rows_at(tokens, keys, positions, stored))
+        drawn_from = hidden.view(requests, block.rows, -1)[:, block.first : block.first + self.levels]
+        return drawn_from.transpose(0, 1).flatten(0, 1)
+
+    def _rows_at(
+        self,
+        tokens: Tensor,
+        keys: Tensor,
+        positions: Tensor,
+        stored: Tensor,
+        masks: Tensor | None = None,
+        **others: Tensor,
+    ) -> StepInput:
+        """A pass over ``tokens`` [R, n] at these ``keys`` and ``positions``, of which some are ``stored``.
+
+        Args:
+            masks: [R, n] int64, ancestors among all rows behind a request's ``start``; None: no trees.
+            others: of `StaticRows`, where they are not as in the first pass; ``context`` is ``start`` otherwise.
+        """
+        first = self.rows.batch.attention
+        static, size, n = first.static, first.block_size, tokens.shape[1]
+        assert static is not None
+        pages = (keys // size).clamp(max=static.tables.shape[1] - 1)
+        slots = static.tables.gather(1, pages).long() * size + keys % size
+        own = replace(
+            static,
+            rows=n,
+            max_keys=static.max_keys + 64,
+            **({"context": self._start.to(torch.int32)} | others),
+            is_tree=self._zeros if masks is None else self._ones,
+            ancestors=torch.ones_like(keys).flatten() if masks is None else masks.flatten(),
+        )
+        # of one request one position may be expanded to n
+        return static_input(
+            tokens.flatten(),
+            positions.flatten().contiguous(),
+            slots.masked_fill(~stored, self._spare_slot).flatten(),
+            size,
+            own,
+        )

@@ -81,10 +81,10 @@ class TreePlan:
         """Bytes on the device of one `TreeLoop` for so many requests, besides what loops share.
 
         Example: parents (-1, -1, 0) are 3 nodes on 2 levels, of which one is fed, and children are drawn below 2. For
-        one request: 8 * (4 + 2) + 4 of its state, 3 * 8 of its drafts, and 8 * (3 + 2 * 2 + 4 + 3 * 3) of the tree's
+        one request: 8 * (5 + 2) + 8 of its state, 3 * 8 of its drafts, and 8 * (3 + 2 * 2 + 4 + 3 * 3) of the tree's
         layout.
         """
-        state = requests * (8 * (4 + self.draws) + 4) + 8 * (self.levels + 1 + 2 * self.draws)
+        state = requests * (8 * (5 + self.draws) + 8) + 8 * (self.levels + 1 + 2 * self.draws)
         drafts = 8 * requests * self.steps
         if self.shape is None:
             found = self.candidates * (requests * (8 + 8 + 4) + 8)  # tokens, parents, scores; depths

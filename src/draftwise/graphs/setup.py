@@ -21,6 +21,7 @@ from draftwise.graphs.plans import TreePlan
 from draftwise.graphs.sizes import loop_shapes, pass_shapes, piece_rows
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
+from draftwise.models.heads.block import BlockHead
 from draftwise.types import TreeShape
 
 if TYPE_CHECKING:  # it reads files with safetensors, which `bench gpu` does without
@@ -54,6 +55,7 @@ def tree_plan(config: SpeculativeConfig) -> TreePlan | None:
 class GraphSetup:
     """``sizes``: rows of passes to capture, see `graphs.sizes`; None: a choice. ``largest``: no pass has more.
     ``unseen``: most drafts of a step that a drafter may not have made itself, and reads when they are accepted.
+    ``tree``: what a drafter drafts, whatever its own configuration says; None: what that says.
     ``planned``: what `target`, `draft_model` and `head` were asked for, by name: it is captured when storage is there.
     """
 
@@ -66,6 +68,7 @@ class GraphSetup:
     largest: int | None = None
     mode: GraphMode = "full_and_piecewise"
     unseen: int = 0
+    tree: TreePlan | None = None
     planned: dict[str, Captures] = field(default_factory=dict)
 
     def target(self, model: DecoderModel, widths: Sequence[int]) -> DecoderModel:
@@ -103,9 +106,12 @@ class GraphSetup:
         """A draft head likewise. It has not seen the tokens of the last step: the accepted ones, and the root."""
         if not head.capturable:
             return head
-        captures = self._loops(steps, steps, tree, head.mask_token is not None)
-        if head.num_depths > 1:
-            captures = Captures(())  # drafts with another layer each time
+        block = head if isinstance(head, BlockHead) else None
+        captures = self._loops(steps, steps, tree, head.mask_token is not None and block is None)
+        if head.num_depths > 1 and (tree is not None or steps < head.num_depths):
+            captures = Captures(())  # a tree's layers read what other nodes have been given
+        elif block is not None:
+            captures = replace(captures, block=block.rows_of(steps if tree is None else tree.levels))
         self._plan(f"head {type(head).__name__}", captures)
         return GraphedHead(head, captures, self.block_size, self.backend)
 
@@ -131,7 +137,7 @@ class GraphSetup:
 
     def tree_of(self, config: SpeculativeConfig) -> TreePlan | None:
         """See `tree_plan`."""
-        return tree_plan(config)
+        return self.tree or tree_plan(config)
 
     @property
     def count(self) -> int:

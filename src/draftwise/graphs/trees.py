@@ -8,14 +8,13 @@ their paths, and in the end keeps the likeliest of all candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import GraphBackend
-from draftwise.graphs.buffers import Need, PassBuffers, Shape, static_input
+from draftwise.graphs.buffers import Need, PassBuffers, Shape
 from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
 from draftwise.graphs.plans import Children, Level, TreePlan, lay_out
 from draftwise.kernels.triton.inputs import best_tokens
@@ -92,7 +91,7 @@ class TreeLoop(DraftLoop):
         self.plan = plan
         requests, device = shape.requests, backend.device
         self._tokens = torch.zeros((requests, plan.steps), dtype=torch.int64, device=device)
-        self._ones = torch.ones(requests, dtype=torch.int32, device=device)
+        self._every: tuple[Tensor, Tensor | None]  # while it is captured, see `_in_one_pass`
         self._levels: list[Level] = []
         self._children: list[Children] = []
         self._reach = torch.tensor(plan.reach, device=device)
@@ -121,7 +120,8 @@ class TreeLoop(DraftLoop):
         loops are for seats alone."""
         noisy = self.kind == "shared"
         return (
-            self.kind != "draft"
+            not self.at_once
+            and self.kind != "draft"
             and self.rows.fits(need)
             and all(self.plan.takes(one) and bool(one.noise_scale) == noisy for one in draws)
         )
@@ -165,36 +165,59 @@ class TreeLoop(DraftLoop):
 
     def _run(self) -> None:
         self.rows.batch.attention.cache.clear()  # of another run; it would be missing in a replay
-        if self.drafter.advance is None:
-            assert self._features is not None
-            every = self.drafter.logits(self._features)
-            if self.plan.shape is None:
-                self._run_dynamic(None, None, every)
-            else:
-                for level, logits in enumerate(every):
-                    self._draw(level, logits)
-            return
-        hidden, features = self._advance(self.rows.batch, self._features)
-        hidden = hidden.index_select(0, self._last)
-        if features is not None:
-            features = features.index_select(0, self._last)
-        if self.plan.shape is not None:
-            self._run_static(hidden, features)
+        state: Tensor | None
+        if self.at_once:
+            self._every = self._in_one_pass()
+            last = self.rows.batch.token_ids.index_select(0, self._last)
+            logits, state = self._corrected(0, last[:, None], None)
         else:
-            self._run_dynamic(hidden, features)
+            hidden, state = self._advance(self.rows.batch, self._features)
+            logits = self.drafter.logits(hidden.index_select(0, self._last))
+            if state is not None:
+                state = state.index_select(0, self._last)
+        if self.plan.shape is not None:
+            self._run_static(logits, state)
+        else:
+            self._run_dynamic(logits, state)
 
-    def _run_static(self, hidden: Tensor, features: Tensor | None) -> None:
+    def _run_static(self, logits: Tensor, state: Tensor | None) -> None:
         requests = self.shape.requests
         for i, level in enumerate(self._levels):
-            self._draw(i, self.drafter.logits(hidden))
+            self._draw(i, logits)
             assert level.masks is not None and level.tokens_of is not None and level.parents is not None
             tokens = self._tokens.index_select(1, level.tokens_of)
-            masks = level.masks.expand(requests, -1)
-            if features is not None:
-                wide = features.view(requests, -1, features.shape[1])
-                features = wide.index_select(1, level.parents).flatten(0, 1)
-            hidden, features = self._advance(self._batch(i, level, tokens, masks), features)
-        self._draw(len(self._levels), self.drafter.logits(hidden))
+            if state is not None:
+                wide = state.view(requests, -1, state.shape[1])
+                state = wide.index_select(1, level.parents).flatten(0, 1)
+            logits, state = self._behind(i, tokens, level.masks.expand(requests, -1), state)
+        self._draw(len(self._levels), logits)
+
+    def _behind(
+        self, fed: int, tokens: Tensor, masks: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the children of ``tokens`` [R, n], nodes of a level that is fed, are drawn from.
+
+        Args:
+            fed: number of the level, from 0 on.
+            masks: [R, n] int64, the nodes' paths.
+            state: [R * n, F] what their parents gave: features, or the state of a correction.
+
+        Returns:
+            Logits [R * n, Vd], or [R, Vd] behind all of them; and what these nodes give.
+        """
+        if self.at_once:
+            return self._corrected(fed + 1, tokens, state)
+        hidden, state = self._advance(self._batch(fed, self._levels[fed], tokens, masks), state)
+        return self.drafter.logits(hidden), state
+
+    def _corrected(self, level: int, before: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """As `_behind`, from what one pass gave for the drafts of a level, behind the tokens ``before`` [R, n]."""
+        (logits, hidden), block, nodes = self._every, self.drafter.block, before.shape[1]
+        if block is None or block.correct is None:
+            return logits[level], None
+        assert hidden is not None
+        own, states = (x[level][:, None].repeat(1, nodes, 1).flatten(0, 1) for x in (logits, hidden))
+        return block.correct(own, before.flatten(), states, state, level)
 
     def _advance(self, batch: StepInput, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert self.drafter.advance is not None
@@ -204,6 +227,7 @@ class TreeLoop(DraftLoop):
         """The nodes of a static level, from ``logits`` [R * open, Vd] behind their parents, or [R, Vd] behind all of
         them."""
         children = self._children[level]
+        logits = self._biased(logits)
         wide = logits.view(self.shape.requests, -1, logits.shape[1])
         if self.kind == "draft":  # each parent's children have noise of their own
             wide = wide.expand(-1, children.opened, -1)
@@ -229,30 +253,19 @@ class TreeLoop(DraftLoop):
         drawn = ids.view(self.shape.requests, -1, children.most)[:, places, children.ranks]  # [R, m]
         self._tokens.index_copy_(1, children.nodes, drawn)
 
-    def _run_dynamic(
-        self, hidden: Tensor | None, features: Tensor | None, every: Tensor | None = None
-    ) -> None:
-        """``every``: logits [levels, R, Vd] behind all nodes of each level, of drafters without passes."""
+    def _run_dynamic(self, logits: Tensor, state: Tensor | None) -> None:
         requests, k = self.shape.requests, self.plan.top_k
-
-        def best_children(level: int) -> tuple[Tensor, Tensor]:
-            if every is not None:
-                return self._best_children(every[level], level)
-            assert hidden is not None
-            return self._best_children(self.drafter.logits(hidden), level)
-
-        scores, ids = (x.squeeze(1) for x in best_children(0))
+        scores, ids = (x.squeeze(1) for x in self._best_children(logits, 0))
         self._found.keep(0, scores, ids, torch.full_like(ids, -1))
         tokens, place = ids, torch.arange(k, device=ids.device).expand(requests, k)
-        if features is not None:
-            features = features[:, None].expand(-1, k, -1).flatten(0, 1)
+        if state is not None:
+            state = state[:, None].expand(-1, k, -1).flatten(0, 1)
         masks = torch.zeros_like(ids)
         first = 0  # candidate of the latest level
         for i, level in enumerate(self._levels):
-            if hidden is not None:
-                masks = masks | level.bits
-                hidden, features = self._advance(self._batch(i, level, tokens, masks), features)
-            below, ids = best_children(i + 1)
+            masks = masks | level.bits
+            logits, state = self._behind(i, tokens, masks, state)
+            below, ids = self._best_children(logits, i + 1)
             totals = (scores[:, :, None] + below).flatten(1)
             parents = (first + place)[:, :, None].expand(requests, k, k).flatten(1)
             first = k + i * k * k
@@ -263,10 +276,10 @@ class TreeLoop(DraftLoop):
                 tokens = candidates.gather(1, place)
                 above = place // k
                 masks = masks.gather(1, above)
-                if features is not None:
-                    size = features.shape[1]
-                    wide = features.view(requests, k, size)
-                    features = wide.gather(1, above[:, :, None].expand(-1, -1, size)).flatten(0, 1)
+                if state is not None:
+                    size = state.shape[1]
+                    wide = state.view(requests, k, size)
+                    state = wide.gather(1, above[:, :, None].expand(-1, -1, size)).flatten(0, 1)
         assert self._form is not None
         self._found.choose(self._length, self._tokens, self._form)
 
@@ -274,7 +287,7 @@ class TreeLoop(DraftLoop):
         """``logits`` [R * n, Vd] -> log-probabilities and target ids of the best tokens, [R, n, top_k]. Under shared
         noise g: softmax(T * (logits / T + g)), see `sampling.draw.draft_candidates`."""
         scale = self._scale.float()[:, None, None]
-        scores = logits.view(self.shape.requests, -1, logits.shape[1]) * scale
+        scores = self._biased(logits).view(self.shape.requests, -1, logits.shape[1]) * scale
         if self.kind == "shared":
             noise = gumbel_of_keys(self._noise[:, level], self._counters)  # of all nodes of a level
             scores = (scores + noise[:, None]) / scale
@@ -291,33 +304,12 @@ class TreeLoop(DraftLoop):
 
     def _batch(self, depth: int, level: Level, tokens: Tensor, masks: Tensor) -> StepInput:
         """The pass that feeds ``tokens`` [R, n], nodes of depth ``depth`` + 1, at keys start + level.start + i."""
-        drafter, first = self.drafter, self.rows.batch.attention
-        static = first.static
-        assert static is not None
-        requests, n = tokens.shape
+        drafter, (requests, n) = self.drafter, tokens.shape
         keys = self._start[:, None] + torch.arange(level.start, level.start + n, device=tokens.device)
         at = self._start + depth + drafter.position_offset
         positions = at.clamp(0, drafter.max_position)[:, None].expand(requests, n)
-        size = first.block_size
-        pages = (keys // size).clamp(max=static.tables.shape[1] - 1)
-        slots = static.tables.gather(1, pages).long() * size + keys % size
         # A fed node of a static tree has no higher number among the fed ones than among all.
         first_unused = self._length[:, None] * (1 if self.plan.shape is not None else n + level.start)
         counts = keys - self._start[:, None] < first_unused
         stored = counts & (at <= drafter.max_position)[:, None]
-        level_rows = replace(
-            static,
-            rows=n,
-            max_keys=static.max_keys + 64,
-            context=self._start.to(torch.int32),
-            is_tree=self._ones,
-            ancestors=masks.flatten(),
-        )
-        # of one request one position, n times
-        return static_input(
-            tokens.flatten(),
-            positions.flatten().contiguous(),
-            slots.masked_fill(~stored, self._spare_slot).flatten(),
-            size,
-            level_rows,
-        )
+        return self._rows_at(tokens, keys, positions, stored, masks)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend, attend
-from draftwise.attention.whole import attend_whole
 from draftwise.kernels.base import Experts, Heads, HeadShape, Linear, Ops
 from draftwise.kernels.mixture import GroupedExperts, StackedHeads, gated, mix, route
 from draftwise.kernels.routing import Activation, Routing
@@ -48,18 +47,6 @@ class AttendingOps(Ops):
         if kv[0].shape[1] == kv_heads:  # keys are their own values: the same memory for both
             assert kv_heads == 1, "latent attention has one head"
             kv = tuple(part.expand(-1, 2, *part.shape[2:]) for part in kv)
-        if whole:
-            return attend_whole(
-                q,
-                kv,
-                batch,
-                num_kv_heads=kv_heads,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                out=out,
-            )
         return attend(
             how,
             q,
@@ -71,6 +58,7 @@ class AttendingOps(Ops):
             softcap=softcap,
             sinks=sinks,
             out=out,
+            whole=whole,
         )
 
     def pack_experts(

@@ -373,7 +373,7 @@ class Ops(ABC):
     ) -> Tensor:
         """``q`` [T, Hq, D] over the cache -> [T, Hq * D]; masks, window, soft cap and sinks as in `attention.base`.
         Entries of ``Hkv`` heads are keys that are their own values. ``whole``: every row of a request that is no tree
-        sees all of its rows, see `attention.whole`."""
+        sees all of its rows, see `attention.base`."""
 
     @property
     def capturable(self) -> bool:

@@ -88,7 +88,11 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
         assert inner is not None, "resolved by the configuration"
         look_up = resolve_proposer(config.hybrid_lookup or "suffix").create(context)
         if graphs is not None:
-            graphs = replace(graphs, unseen=config.num_speculative_tokens)
+            grows = config.speculative_dynamic_tree is not None
+            if inner.method == "dflash" or inner.parallel_drafting:
+                grows = False  # their passes are made for as many drafts as they are configured with
+            tree = graphs.tree_of(config) if grows else None
+            graphs = replace(graphs, unseen=config.num_speculative_tokens, tree=tree)
         model = resolve_proposer(inner.method).create(replace(context, speculative=inner, graphs=graphs))
         return cls(
             look_up,  # type: ignore[arg-type]  # the configuration allows only those that can be looked up
@@ -203,10 +207,15 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
             self.inner.forget()
 
     def seated(self) -> SeatedDrafter | None:
-        """The model's part, joined with the look-up's. A tree has both in a form of its own, which no loop makes."""
+        """The model's part, joined with the look-up's. What is looked up has no place in a static tree."""
         drafter, look = self.inner.seated(), self._look_up.seated()
-        if not isinstance(drafter, SeatedDrafter) or look is None or drafter.plan is not None:
+        if not isinstance(drafter, SeatedDrafter) or look is None:
             return None
+        if drafter.plan is not None:
+            if drafter.plan.shape is not None:
+                return None
+            drafter.joined = Joined(look._replace(joins=True), self.name, self.inner.name)
+            return drafter
         look = look._replace(shortest=max(look.shortest, self._min_match))
         drafter.joined = Joined(look, self._look_up.name, self.inner.name)
         return drafter

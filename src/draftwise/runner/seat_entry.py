@@ -52,5 +52,7 @@ def entering(member: Member, place: Place, seating: Seating) -> Entering:
         scratch=member.scratch,
         source=0 if proposal.q is None else member.source,
         q=None if proposal.q is None else seating.distributions_of(way.method, proposal),
+        drafter=seating.number_of(way.method),
+        carried=place.carried,
         text_np=row.tokens_np[: row.num_tokens] if way.method in seating.look_ups else None,
     )

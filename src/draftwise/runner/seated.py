@@ -9,8 +9,8 @@ from torch import Tensor
 
 from draftwise.graphs.loop import LoopKind
 from draftwise.graphs.seats.drafter import Place, SeatedDrafter
+from draftwise.graphs.seats.features import DrafterSeats
 from draftwise.graphs.seats.lookup import LookUp
-from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.propose.base import Proposer
 from draftwise.runner.guard import Guard, whole_number
 from draftwise.runner.rows import Row
@@ -81,11 +81,12 @@ class Seated:
             place = self._drafter.place(row.rid, known, fill.tokens, fill.drafts, waiting)
             if place is None:
                 return None
-            fed, stored, first_key = place
+            fed, stored, first_key, *rest = place
             return Place(
                 whole_number(fed, known, "what is filled"),
                 whole_number(stored, waiting, "the number of stored drafts"),
                 whole_number(first_key, known, "the first key"),
+                *rest,
             )
 
         return self._guard.ask(self._method, "seated_place", [row], call, None)

@@ -17,6 +17,7 @@ from draftwise.runner.guard import Guard
 from draftwise.runner.rows import Row
 from draftwise.runner.seated import Seated
 from draftwise.types import DrawKind, Proposal, RowPlan, Speculation
+from draftwise.verify.base import FORCED
 from draftwise.verify.rates import SyntheticAcceptance
 
 
@@ -141,10 +142,9 @@ class Seating:
             return None
         kind: LoopKind | None = "argmax"
         if drafter is not None:
-            if row.state.steers:
-                return None  # its drafts are drawn one by one, with a look at what steers them
             kind = drafter.kind(row)
-        if kind is None:
+        if kind is None or (kind == "draft" and plan is not None and row.state.steers):
+            # siblings that are drawn without replacement must end where nothing is left that is not excluded
             return None
         if proposal.tokens:
             parents = self.parents_of(speculation.method)
@@ -170,10 +170,9 @@ class Seating:
 
     def _rule(self, row: Row) -> str | None:
         name, greedy = row.speculation.rule, row.state.is_greedy
-        if name == "synthetic":
-            return None if not self._synthetic else "synthetic" if greedy else "synthetic_sampled"
-        if name == "typical":
-            return None
+        if name in FORCED:
+            known = self._synthetic or name != "synthetic"
+            return None if not known else name if greedy else f"{name}_sampled"
         if greedy:
             return "synthetic" if self._forced else "greedy"
         return name if name in ("coupled", "rejection", "block") else None

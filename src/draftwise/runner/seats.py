@@ -28,10 +28,11 @@ from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.loop import KINDS, LoopKind
 from draftwise.graphs.seats import memory as at
 from draftwise.graphs.seats.entering import Entering
+from draftwise.graphs.seats.features import SeatedLoop
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import Limits, SeatMemory
 from draftwise.graphs.seats.shaping import LOGPROBS
-from draftwise.graphs.seats.step import SeatedLoop, SeatedSteps
+from draftwise.graphs.seats.step import SeatedSteps
 from draftwise.graphs.seats.texts import PAST, output_of
 from draftwise.propose.base import Proposer
 from draftwise.runner.drafting import Drafting
@@ -181,7 +182,7 @@ class Seats:
             seated = self._seating.drafters.get(way.method)
             if seated is not None and not row.drafting_failed:
                 number = self._seating.number_of(way.method)
-                feature = self._steps.features_of(member.seat, number, member.accepted)
+                feature = self._steps.features.of(member.seat, number, member.accepted)
                 seated.left(row, member.fed, feature)
 
     def _free_seat(self, rid: int) -> None:

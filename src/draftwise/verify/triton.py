@@ -13,6 +13,7 @@ from draftwise.kernels.triton.verify import (
     DraftBatch,
     DraftFields,
     draft_table,
+    keep_typical,
     new_walk,
     reject_chains,
     reject_trees,
@@ -26,7 +27,7 @@ from draftwise.verify.rejection import is_sampled
 class TritonRules(BatchRules):
     """Decides like the rules of the same names in `verify`, up to the last bits of sums."""
 
-    names = frozenset({"greedy", "coupled", "rejection", "block"})
+    names = frozenset({"greedy", "coupled", "rejection", "block", "typical"})
 
     def verify(
         self,
@@ -41,7 +42,10 @@ class TritonRules(BatchRules):
         for r, (request, rule) in enumerate(zip(requests, rules, strict=True)):
             fields.append(_fields(request, logits.device, kept))
             tree = rule in ("rejection", "block") and not request.proposal.is_chain
-            groups.setdefault("tree" if tree else rule, []).append(r)
+            name = "tree" if tree else rule
+            if name == "typical" and not request.state.is_greedy:
+                name = "typical_sampled"
+            groups.setdefault(name, []).append(r)
         table_np = draft_table(fields)
         members_np = np.concatenate([np.asarray(group, np.int64) for group in groups.values()])
         roots_np = np.array([request.pass_row for request in requests], np.int64)
@@ -60,6 +64,8 @@ class TritonRules(BatchRules):
                 walk_trees(logits, batch, members, walk, coupled=name == "coupled")
             elif name == "tree":
                 reject_trees(p, batch, members, walk)
+            elif name in ("typical", "typical_sampled"):
+                keep_typical(logits, p, batch, members, walk, sampled=name != "typical")
             else:
                 reject_chains(p, batch, members, walk, block=name == "block")
         if stored is not None and not all(request.proposal.is_chain for request in requests):

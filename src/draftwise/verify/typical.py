@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from draftwise.errors import ConfigError
+from draftwise.names import TYPICAL_DELTA, TYPICAL_EPSILON
 from draftwise.types import Verification
 from draftwise.verify.base import Rule, VerifyRequest
 from draftwise.verify.common import rows_of, select_rows
@@ -21,7 +22,7 @@ class TypicalRule(Rule):
 
     lossless = False
 
-    def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
+    def __init__(self, epsilon: float = TYPICAL_EPSILON, delta: float = TYPICAL_DELTA) -> None:
         for name, value in (("epsilon", epsilon), ("delta", delta)):
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(f"{name} of rule 'typical' is {value!r}; it must be in [0, 1]")

@@ -24,9 +24,9 @@ from tests.fakes.fuzz.cases import Ask, Case, make_case
 from tests.fakes.fuzz.world import World
 
 SEATED = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "early_exit", "ngram", "suffix")
-"""Methods that draft for seats; plain decoding has seats, too."""
+"""Methods that draft for seats; plain decoding has seats, too, and ``dflash`` stands for ``eagle`` at times."""
 TREES = frozenset(SEATED[:6])
-JOINED = frozenset(SEATED[:6])
+JOINED = frozenset({*SEATED[:6], "dflash"})
 """Those that have a look-up beside them at times (method ``hybrid``), where they draft chains."""
 
 
@@ -54,9 +54,24 @@ def make_seated_case(seed: int, world: World) -> Case:
             (one_pass,) = (spec for spec in world.families["other forms"] if spec["method"] == method)
             own = ("num_speculative_tokens", "max_model_len")
             specs[i] = one_pass | {name: specs[i][name] for name in own if name in specs[i]}
+    blocks = random.Random(f"blocks {seed}")
+    for i, method in enumerate(chosen):
+        if method == "eagle" and blocks.random() < 0.3:
+            family = world.families[blocks.choice(["methods", "other forms"])]
+            (block,) = (spec for spec in family if spec["method"] == "dflash")
+            chosen[i], specs[i] = "dflash", specs[i] | {"method": "dflash", "model": block["model"]}
+        if method == "mtp" and blocks.random() < 0.3:  # three layers that take turns
+            (layers,) = (spec for spec in world.families["other forms"] if spec["method"] == method)
+            specs[i] = specs[i] | {"model": layers["model"]}
     if not trees and chosen[0] in JOINED and others.random() < 0.4:
         hybrid = entries["hybrid"] | {"hybrid_drafter": specs[0], "hybrid_min_match": 2}
         chosen[0], specs[0] = "hybrid", hybrid | {"hybrid_lookup": others.choice(["suffix", "ngram"])}
+    grown = [i for i, method in enumerate(chosen) if method in TREES]
+    if trees and shape == "dynamic" and grown and others.random() < 0.3:
+        (inner,) = (spec for spec in world.families["methods"] if spec["method"] == chosen[grown[0]])
+        hybrid = entries["hybrid"] | {"hybrid_drafter": inner} | SHAPES[shape]
+        chosen[grown[0]] = "hybrid"
+        specs[grown[0]] = hybrid | {"hybrid_lookup": others.choice(["suffix", "ngram"])}
     options = {k: v for k, v in case.options.items() if k != "quantization"} | {
         "dtype": "float32",
         "kv_cache_dtype": "auto",

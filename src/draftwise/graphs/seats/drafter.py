@@ -11,15 +11,16 @@ from torch import Tensor
 from draftwise.graphs.capture import Loops
 from draftwise.graphs.loop import DraftLoop, LoopKind
 from draftwise.graphs.plans import TreePlan
+from draftwise.graphs.seats.features import DrafterSeats
 from draftwise.graphs.seats.lookup import LookUp
-from draftwise.graphs.seats.step import DrafterSeats
 from draftwise.graphs.trees import TreeLoop
 from draftwise.sampling.draw import POINT_MASS_RULES, DraftSampleMethod
 from draftwise.types import IntArray
 
 
 class Joined(NamedTuple):
-    """A look-up that is asked before a drafter, and what drafts of each are named: see `propose.hybrid`."""
+    """A look-up that is asked beside a drafter, and what drafts are named that have some of its own, or none: see
+    `propose.hybrid`."""
 
     look: LookUp
     looked_up: str
@@ -28,11 +29,13 @@ class Joined(NamedTuple):
 
 class Place(NamedTuple):
     """Where a request stands that takes a seat: leading tokens whose K/V the drafter has, drafts behind them of
-    which it has it, too, and the first key that it looks at."""
+    which it has it, too, and the first key that it looks at. ``carried`` [depths - 1, F]: of heads with several layers,
+    see `graphs.seats.features`."""
 
     fed: int
     stored: int
     first_key: int
+    carried: Tensor | None = None
 
 
 def seat_loops(loops: Loops) -> Sequence[DraftLoop]:
@@ -53,12 +56,12 @@ class SeatedDrafter(ABC):
         sample_method: DraftSampleMethod,
         scratch: Sequence[range] = (),
     ) -> None:
-        """``scratch``: blocks of its storage for nodes of dynamic trees, for each request that may have a seat."""
+        """``scratch``: blocks of its storage for each request that may have a seat, if it feeds more than is verified:
+        nodes of dynamic trees, blocks of masks."""
         self._loops = loops
         self._max_len = max_len
         self._sample_method = sample_method
-        self.scratch = scratch if self.plan is not None and self.plan.shape is None else ()
-        """Of dynamic trees alone."""
+        self.scratch = scratch
 
     @property
     def steps(self) -> int:
@@ -145,4 +148,5 @@ class SeatedDrafter(ABC):
         `Proposer.filled_after` and `Proposer.drafts_stored` would answer."""
 
     def left(self, rid: int, known: int, fed: int, feature: Tensor | None) -> None:  # noqa: B027
-        """The request goes on in the ordinary way. ``feature`` [1, F]: of its last token but one, of heads."""
+        """The request goes on in the ordinary way. ``feature`` [depths, F] of heads: of its last token but one,
+        and what is carried."""

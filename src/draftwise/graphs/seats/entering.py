@@ -38,6 +38,8 @@ class Entering:
     scratch: range
     source: int
     q: Mapping[int, Tensor] | None  # [V] float32 each, over the target's vocabulary, by row of the source
+    drafter: int = 0  # number of its drafter
+    carried: Tensor | None = None  # see `SeatFeatures`
     text_np: IntArray | None = None  # [known] all tokens, of whoever looks up in them
 
 

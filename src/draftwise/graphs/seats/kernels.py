@@ -85,7 +85,7 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, verification: Sea
     """As `.rules.verify`. ``scores`` [R * N, V] float32 are consumed."""
     batch, walk, count = verification.batch, memory.walk, step.requests
     p: Tensor | None = None
-    if not {"rejection", "block", "synthetic_sampled"}.isdisjoint(step.rules):
+    if not {"greedy", "coupled", "synthetic"}.issuperset(step.rules):
         p = scores.softmax(-1)
     for rule in step.rules:
         mine = memory.state[:count, RULE] == RULES.index(rule)
@@ -93,7 +93,11 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, verification: Sea
         if rule in ("greedy", "coupled"):
             rules.walk_trees(scores, batch, members, walk, coupled=rule == "coupled")
         elif rule in ("synthetic", "synthetic_sampled"):
-            rules.keep_at_rates(scores, batch, members, walk, verification.rates, sampled=rule != "synthetic")
+            sampled = p if rule != "synthetic" else None
+            rules.keep_at_rates(scores, batch, members, walk, verification.rates, sampled)
+        elif rule in ("typical", "typical_sampled"):
+            assert p is not None
+            rules.keep_typical(scores, p, batch, members, walk, sampled=rule != "typical")
         else:
             assert p is not None
             if step.trees:
@@ -215,6 +219,7 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
         memory.answer,
         text,
         past if look.past else text,
+        memory.paths,
         memory.told.stride(0),
         text.stride(0),
         len(past),
@@ -228,7 +233,20 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
         look.least or 0.0,
         PAST=look.past,
         CUT=look.least is not None,
+        JOINS=look.joins,
         TILE=_TILE,
         BLOCK=power_of_two(memory.drafts + 1),
         **LAUNCH,
     )
+    if look.joins:
+        device.join_found[(count,)](
+            memory.state,
+            memory.told,
+            memory.answer,
+            memory.own_forms,
+            memory.paths,
+            memory.told.stride(0),
+            memory.drafts,
+            BLOCK=power_of_two(memory.drafts),
+            **LAUNCH,
+        )

@@ -32,7 +32,8 @@ class LookUp(NamedTuple):
 
     Behind a match of m tokens there are at most floor(m * ``factor`` + ``offset``) drafts, or ``steps`` of them where
     ``factor`` is None; a draft must have followed in a share ``least`` of the places at which the text has such a
-    match, or None: in one. ``past``: look in other requests' outputs, too.
+    match, or None: in one. ``past``: look in other requests' outputs, too. ``joins``: what is found is a branch of the
+    tree that a loop has drafted.
     """
 
     steps: int
@@ -42,6 +43,7 @@ class LookUp(NamedTuple):
     offset: float = 0.0
     least: float | None = None
     past: bool = False
+    joins: bool = False
 
     @property
     def line(self) -> tuple[float, float]:
@@ -61,6 +63,13 @@ class _Places(NamedTuple):
 
 
 def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
+    """As `find`, and what is found waits; see `LookUp.joins`."""
+    find(memory, count, number, look)
+    if look.joins:
+        join_found(memory, count)
+
+
+def find(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     """Write down what was committed of the seats with this look-up, and look for how it goes on.
 
     It comes behind `rows.advance`, and behind the loops: what it finds takes the place of what a loop has drafted. Done
@@ -116,6 +125,10 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
             kept = torch.where(better, _frequent(other, tokens, look.least), kept)
         wanted = torch.minimum(wanted, kept)
     # where nothing is found, what a loop has drafted waits
+    if look.joins:
+        memory.paths[:count, 0].copy_(wanted * mine)
+        memory.paths[:count, 1:].copy_(tokens)
+        return
     takes, answer = mine & (wanted > 0), memory.answer[:count]
     for column, value in (
         (state[:, WAITING], wanted),
@@ -129,6 +142,45 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     told_back = answer[:, first : first + drafts]
     for place in (memory.waiting_drafts[:count], told_back):
         place.copy_(torch.where(takes[:, None] & (draft < wanted[:, None]), tokens.long(), place))
+
+
+def join_found(memory: SeatMemory, count: int) -> None:
+    """Join what `find` left in ``memory.paths`` with the trees that wait, as `propose.hybrid.join`: at least half of
+    the nodes are the tree's, equal beginnings are shared.
+
+    Example: 4 nodes, tree 5 -> 7 and 5 -> 9, found 5 -> 9 -> 2: tokens 5, 7, 9, 2 with parents -1, 0, 0, 2.
+    """
+    state, answer, drafts = memory.state[:count], memory.answer[:count], memory.drafts
+    form, nodes = memory.own_forms[:count], memory.waiting_drafts[:count]
+    lengths, found = memory.paths[:count, 0], memory.paths[:count, 1:]
+    total = memory.told[:count, BUDGET].clamp(max=drafts)
+    size = torch.minimum(state[:, WAITING], total - torch.minimum(lengths, total // 2))
+    size = torch.where(lengths > 0, size, state[:, WAITING])
+    kept, place = size.clone(), memory.draft_places
+    row, on = torch.zeros_like(size), lengths > 0
+    for i in range(drafts):
+        on = on & (i < lengths)
+        token = found[:, i]
+        fits = (form[:, 2, 1:] == row[:, None] - 1) & (nodes == token[:, None]) & (place < size[:, None])
+        hit = torch.where(fits, place, drafts).amin(1)
+        adds = on & (hit == drafts) & (size < total)
+        new = adds[:, None] & (place == size[:, None])
+        depths, masks = (form[:, part].gather(1, row[:, None]) for part in (0, 1))
+        for part, value in ((0, depths + 1), (1, masks | (1 << (place + 1))), (2, row[:, None] - 1)):
+            form[:, part, 1:].copy_(torch.where(new, value, form[:, part, 1:]))
+        nodes.copy_(torch.where(new, token[:, None], nodes))
+        on = on & ((hit < drafts) | adds)
+        row = torch.where(on, torch.where(hit < drafts, hit, size) + 1, row)
+        size = size + adds
+    state[:, WAITING].copy_(size)
+    answer[:, RAN].copy_(torch.where(size > kept, 2, answer[:, RAN]))
+    said = answer[:, ANSWERED_WAITING]
+    said.copy_(torch.where(lengths > 0, size, said))
+    real = (lengths > 0)[:, None] & (place < size[:, None])
+    first = ANSWER + drafts + 1
+    for at, value in ((first, nodes), (first + 2 * drafts, form[:, 2, 1:])):
+        told_back = answer[:, at : at + drafts]
+        told_back.copy_(torch.where(real, value, told_back))
 
 
 def _search(tokens: Tensor, stop: Tensor, filled: Tensor, ends: Tensor, shortest: int) -> _Places:

@@ -52,9 +52,18 @@ ANSWER = 6
 """Here follow the committed tokens [K + 1], the new drafts [K], the accepted path [K], and the new drafts' parents [K],
 the latter of dynamic trees alone."""
 
-RULES: Final = ("greedy", "coupled", "rejection", "block", "synthetic", "synthetic_sampled")
-"""How requests are verified. ``greedy``: also the others at temperature 0. ``synthetic``: its last token is the most
-likely one; ``synthetic_sampled``: it is drawn."""
+RULES: Final = (
+    "greedy",
+    "coupled",
+    "rejection",
+    "block",
+    "synthetic",
+    "synthetic_sampled",
+    "typical",
+    "typical_sampled",
+)
+"""How requests are verified. ``greedy``: also those of the next three at temperature 0. ``synthetic``, ``typical``: the
+last token is the most likely one; ``.._sampled``: it is drawn."""
 
 
 def pages_of_step(drafts: int, block_size: int) -> int:
@@ -122,6 +131,8 @@ class SeatMemory:
         self.tables = torch.zeros((limits.seats, limits.table_width), dtype=torch.int32, device=device)
         tokens = limits.table_width * limits.block_size if limits.texts else 0
         self.text = torch.zeros((limits.seats, tokens + 1), dtype=torch.int32, device=device)
+        self.paths = words(limits.drafts + 1)
+        """What look-ups have found that join trees: a length, and tokens."""
         self.past = torch.full((limits.past,), -1, dtype=torch.int32, device=device)
         self.told = words(TOLD + 2 * self.pages)
         self.now = words(2)

@@ -257,7 +257,8 @@ def _ends(memory: SeatMemory, known: Tensor, accepted: Tensor, live: Tensor, loo
     read = known[:, None] - 1 + row
     final = live[:, None] & (row <= accepted[:, None]) & ((read + 1) % size == 0)
     pages = (read // size).clamp(0, table.shape[1] - 1)
-    blocks = table.gather(1, pages).long()
+    # scratch blocks have no features: they are met in a capture, which goes a step further than a plan
+    blocks = table.gather(1, pages).long().clamp(max=loop.spare_block)
     loop.ends.view(read.shape).copy_(torch.where(final, blocks, loop.spare_block))
 
 

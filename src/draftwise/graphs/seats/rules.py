@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.seats.memory import KNOWN, RULE, RULES, SAMPLE, SEED, SOURCE, SeatMemory
-from draftwise.names import ACCEPT, RECOVER, SHARED
+from draftwise.names import ACCEPT, RECOVER, SHARED, TYPICAL_DELTA, TYPICAL_EPSILON
 from draftwise.sampling.noise import device_keys, gumbel_of_keys, uniforms_of_keys
 
 _BELOW_ONE = 1.0 - 2.0**-52
@@ -97,6 +97,11 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, counters: Tensor)
             found = _synthetic(now, scores, step.rates, sampled=rule != "synthetic")
         else:
             p = scores.softmax(-1) if p is None else p
+        if rule in ("typical", "typical_sampled"):
+            assert p is not None
+            found = _typical(now, scores, p, sampled=rule != "typical")
+        elif rule in ("rejection", "block"):
+            assert p is not None
             found = *_sampled(memory, now, p, block=rule == "block"), path[:, : width - 1]
             if step.trees:
                 trees, branched = _rejected_trees(memory, now, p), now.branched
@@ -166,8 +171,38 @@ def _synthetic(
         stays = (now.parents[:, i] == node) & (now.nodes > i) & (kept < deepest)
         path.scatter_(1, kept[:, None], torch.where(stays[:, None], i, path.gather(1, kept[:, None])))
         kept, node = kept + stays, torch.where(stays, i, node)
-    p = _row(scores, node + 1).softmax(-1)
-    return kept, _pick(p, numbers.recover(kept, node)) if sampled else _best(p), path
+    return kept, _behind(now, _row(scores, node + 1).softmax(-1), kept, node, sampled), path
+
+
+def _typical(now: _Step, scores: Tensor, p: Tensor, *, sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_walk`: the longest path of drafts that are likely enough, the first of equals; see `verify.typical`.
+    ``scores``, ``p`` [R, N, V]."""
+    log_totals = scores.amax(-1) - p.amax(-1).log()
+    entropies = (log_totals - (p * scores.clamp(min=-1e30)).sum(-1)).double()  # [R, N]
+    least = (TYPICAL_DELTA * (-entropies).exp()).clamp(max=TYPICAL_EPSILON)
+    above, path = now.parents + 1, torch.zeros_like(now.drafts)
+    p_of = p.flatten(1).gather(1, above * p.shape[2] + now.drafts).double()
+    passed = p_of > least.gather(1, above)
+    lengths = torch.zeros_like(
+        now.depths
+    )  # of paths down to each row, the root counted; 0: something was left out
+    lengths[:, 0].fill_(1)
+    for i in range(path.shape[1]):
+        over = lengths.gather(1, above[:, i : i + 1]).squeeze(1)
+        lengths[:, i + 1] = torch.where(passed[:, i] & (now.nodes > i) & (over > 0), over + 1, 0)
+    kept, row = lengths.amax(1) - 1, _best(lengths)
+    node = row - 1
+    for i in range(path.shape[1]):
+        place = (kept - 1 - i).clamp(min=0)[:, None]
+        path.scatter_(1, place, torch.where(row[:, None] > 0, row[:, None] - 1, path.gather(1, place)))
+        row = torch.where(row > 0, above.gather(1, (row - 1).clamp(min=0)[:, None]).squeeze(1), 0)
+    return kept, _behind(now, _row(p, node + 1), kept, node, sampled), path
+
+
+def _behind(now: _Step, p: Tensor, kept: Tensor, node: Tensor, sampled: bool) -> Tensor:
+    """The token behind ``kept`` [R] drafts, of which ``node`` is the last: ``sampled`` from p [R, V], or its most
+    likely one."""
+    return _pick(p, now.numbers.recover(kept, node)) if sampled else _best(p)
 
 
 def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple[Tensor, Tensor]:

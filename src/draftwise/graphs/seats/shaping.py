@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwise.graphs.loop import DraftLoop
 from draftwise.graphs.seats.memory import (
     FREQUENCY,
     LOG_MIN_P,
@@ -26,6 +27,8 @@ from draftwise.graphs.seats.memory import (
     SeatMemory,
 )
 from draftwise.graphs.seats.rules import Deciding
+from draftwise.kernels.select import on_triton
+from draftwise.kernels.triton.inputs import EXCLUDED
 from draftwise.sampling.state import SamplingState
 
 TEMPERED: Final = "tempered"
@@ -91,6 +94,10 @@ class Shaping:
         )
         self._seen: Tensor | None = None  # [S, V] uint8: tokens of the prompt, and of the output at the entry
         self._report: Tensor | None = None
+        self._steering: set[int] = set()
+        self._steered = torch.zeros(memory.seats, dtype=torch.int64, device=memory.device)  # see `LoopSeats`
+        if not on_triton(memory.device):
+            self._bias = self._table(torch.float32)  # what is captured reads it from the beginning
 
     @property
     def report(self) -> Tensor:
@@ -119,6 +126,7 @@ class Shaping:
             self._bias[seat].copy_(state.static_bias)
         elif self._bias is not None:
             self._bias[seat].zero_()
+        self._steer(seat, state.steers)
         if state.has_penalty or state.has_repetition:
             if self._counts is None or self._seen is None:
                 self._counts, self._seen = self._table(torch.int32), self._table(torch.uint8)
@@ -137,12 +145,34 @@ class Shaping:
         for table in (self._bias, self._counts, self._seen):
             if table is not None:
                 table[new].copy_(table[old])
+        self._steer(new, old in self._steering)
+
+    def _steer(self, seat: int, steers: bool) -> None:
+        """Whether the bias of a seat is its drafter's, too: it may decide what is likely (`SamplingState.steers`)."""
+        if not steers and seat not in self._steering:
+            return
+        (self._steering.add if steers else self._steering.discard)(seat)
+        address = 0
+        if steers:
+            assert self._bias is not None
+            address = self._bias[seat].data_ptr()
+        self._steered[seat].fill_(address)
 
     def _table(self, dtype: torch.dtype) -> Tensor:
         limits = self._memory.limits
         return torch.zeros((limits.seats, limits.vocab_size), dtype=dtype, device=self._memory.device)
 
     # ----------------------------------------------------------------------------------- what is captured
+
+    def steer(self, loop: DraftLoop) -> None:
+        """Tell a loop what steers its drafts."""
+        seats, count, ids = loop.seats, loop.shape.requests, loop.drafter.target_ids
+        assert seats.steered is not None
+        seats.steered.copy_(self._steered[:count])
+        if seats.bias is not None:
+            assert self._bias is not None
+            bias = self._bias[:count].clamp(min=EXCLUDED)
+            seats.bias.copy_(bias if ids is None else bias.index_select(1, ids))
 
     def process(self, logits: Tensor, step: Deciding, wanted: frozenset[str]) -> None:
         """As `sampling.logits.process`, in place. ``logits`` [R * N, V] float32."""

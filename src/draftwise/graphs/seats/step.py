@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +22,9 @@ from torch import Tensor
 
 from draftwise.graphs.backend import Fence, Graph, GraphBackend
 from draftwise.graphs.buffers import PassSeats
-from draftwise.graphs.loop import DraftLoop
 from draftwise.graphs.seats import kernels, lookup, rows
 from draftwise.graphs.seats.entering import Entering, Entries
+from draftwise.graphs.seats.features import SeatedLoop, SeatFeatures
 from draftwise.graphs.seats.kernels import SeatVerification
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import TEMPERATURE, SeatMemory
@@ -35,31 +34,10 @@ from draftwise.graphs.seats.shaping import LOGPROBS, Shaping
 from draftwise.graphs.seats.texts import Texts
 from draftwise.graphs.trees import TreeLoop
 from draftwise.kernels.select import on_triton
-from draftwise.models.heads.base import HeadModel
 from draftwise.sampling.noise import token_counters
 from draftwise.types import IntArray
 
 _IN_FLIGHT = 2
-
-
-class DrafterSeats(NamedTuple):
-    """A drafter's captured loop. Of a head also itself, and where features of blocks' last tokens are kept,
-    [blocks + 1, depths, F], the last one for rows that are none. One with features and without a head drafts from the
-    target's hidden states."""
-
-    loop: DraftLoop
-    max_len: int  # no token at this position or later is fed to it
-    spare_slot: int
-    head: HeadModel | None = None
-    block_features: Tensor | None = None
-
-
-class SeatedLoop(NamedTuple):
-    """A loop of a step: ``number`` tells it from all others of the engine, ``source`` names the drafter's q."""
-
-    number: int
-    source: int
-    drafter: DrafterSeats
 
 
 class Landing:
@@ -106,7 +84,7 @@ class SeatedSteps:
         self._fused = on_triton(memory.device)
         self._verification = SeatVerification(memory, rates, num_sources)
         self._graphs: dict[object, Graph] = {}
-        self._features: dict[int, Tensor] = {}
+        self.features = SeatFeatures(memory)
         self._told = [backend.host_buffer(memory.told.numel()) for _ in range(_IN_FLIGHT)]
         self._answers = [backend.host_buffer(memory.answer.numel()) for _ in range(_IN_FLIGHT)]
         self._entries = Entries(memory, backend, _IN_FLIGHT)
@@ -137,15 +115,13 @@ class SeatedSteps:
         self._entries.take_in(self._turn, entering)
         for seat, new in entering:
             self.shaping.enter(seat, new.sampling)
+            if new.carried is not None:
+                self.features.enter(seat, new.drafter, new.carried)
 
     def move(self, old: int, new: int) -> None:
         """A request takes another seat, before the coming step."""
-        memory = self.memory
-        memory.move(old, new)
-        self.shaping.move(old, new)
-        for kept in self._features.values():
-            by_seat = kept.view(memory.seats, -1)
-            by_seat[new].copy_(by_seat[old])
+        for part in (self.memory, self.shaping, self.features):
+            part.move(old, new)
 
     def open_source(self, number: int, draws: int) -> None:
         """Drafts will be drawn from what this drafter says: of a request, from so many distributions."""
@@ -184,6 +160,7 @@ class SeatedSteps:
             run = partial(moving, memory, shape.requests, shape.rows, slots, target.pools)
             self._replay(("compact", shape), run, idle=True)
         for loop in loops:
+            self.features.open(loop)
             self._replay(("advance", shape, id(loop.drafter.loop)), partial(self._advance, target, loop))
             loop.drafter.loop.replay()
             self._replay(("finish", id(loop.drafter.loop)), partial(self._finish, loop))
@@ -222,15 +199,6 @@ class SeatedSteps:
         """The distributions that a seat's waiting drafts were drawn from, [draws, V], a copy; None: point masses.
         Nothing may be on its way."""
         return self.memory.q[source][seat].clone() if source else None
-
-    def features_of(self, seat: int, source: int, accepted: int) -> Tensor | None:
-        """[1, F] a copy: the feature of the last token that the target has read in the seat's newest step, of which it
-        accepted so many drafts. None: the drafter is no head."""
-        kept = self._features.get(source)
-        if kept is None:
-            return None
-        row = seat * (self.memory.drafts + 1) + accepted
-        return kept[row : row + 1].clone()
 
     def _replay(
         self, key: object, run: Callable[[], None], consumed: Sequence[Tensor] = (), *, idle: bool = False
@@ -302,49 +270,18 @@ class SeatedSteps:
         )
 
     def _advance(self, target: PassSeats, seated: SeatedLoop) -> None:
-        memory, drafter, shape = self.memory, seated.drafter, target.rows.shape
-        count, loop = shape.requests, seated.drafter.loop
+        memory, count, loop = self.memory, target.rows.shape.requests, seated.drafter.loop
         loop.rows.take_over(memory.tables)
         seats = loop.seats
         seats.scale.copy_(memory.number(TEMPERATURE)[:count].reciprocal())
-        head, kept = drafter.head, drafter.block_features
-        ends: Tensor | None = None
-        if head is not None:
-            assert seats.features is not None
-            ends = torch.empty(loop.shape.size, dtype=torch.int64, device=memory.device)
-            # row j of a seat is token known + j, with what the target computed when it read the one before
-            width = min(loop.shape.rows, shape.rows)
-            combined = head.combine(target.output, slice(0, shape.size))
-            at = memory.committed_rows(count, shape.rows)[:, :width, None]
-            combined = combined.view(count, shape.rows, -1)
-            combined = combined.gather(1, at.expand(-1, -1, combined.shape[2]))
-            seats.features.view(count, loop.shape.rows, -1)[:, :width].copy_(combined)
-            self._keep_features(seated, combined)
-        elif seats.features is not None:
-            read = memory.committed_rows(count, shape.rows).gather(
-                1, memory.walk.accepted[:count, None].long()
-            )
-            newest = memory.numbers[:count] * shape.rows + read.squeeze(1)
-            seats.features.copy_(target.output.hidden.index_select(0, newest))
+        self.shaping.steer(loop)
+        ends = self.features.give(target, seated)
         (kernels if self._fused else rows).advance(memory, count, self._loop_rows(seated, ends))
-        if ends is not None:
-            assert seats.features is not None and kept is not None
-            kept[:, 0].index_copy_(0, ends, seats.features)
-
-    def _keep_features(self, seated: SeatedLoop, combined: Tensor) -> None:
-        """``combined`` [R, rows, F]: what `features_of` reads, of those who take part."""
-        memory, (count, width, size) = self.memory, combined.shape
-        kept = self._features.get(seated.source)
-        if kept is None:
-            shape = (memory.seats * (memory.drafts + 1), size)
-            kept = torch.zeros(shape, dtype=combined.dtype, device=memory.device)
-            self._features[seated.source] = kept
-        own = kept.view(memory.seats, memory.drafts + 1, size)[:count, :width]
-        own.copy_(torch.where(memory.now[:count, :1, None] > 0, combined, own))
 
     def _finish(self, seated: SeatedLoop) -> None:
         memory, loop = self.memory, seated.drafter.loop
         (kernels if self._fused else rows).finish(memory, loop.shape.requests, self._loop_rows(seated))
+        self.features.keep(seated)
         seats = loop.seats
         if seats.q is None:
             return

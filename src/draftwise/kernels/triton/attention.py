@@ -59,6 +59,9 @@ class _Prepared:
     is_tree: Tensor  # [R] 0 or 1
     tables: Tensor  # [R, max blocks]
     positions: Tensor  # [T]
+    ends: (
+        Tensor  # [T], the last position that a row may see: its own, or of `whole` requests their last row's
+    )
     paths: Tensor  # [T, 64]; of a tree's row, its d-th ancestor's row in the tree; else undefined
     num_keys: int  # the largest position + 1 that any row may have
 
@@ -107,6 +110,7 @@ class TritonAttention(AttentionBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        whole: bool = False,
     ) -> Tensor:
         from draftwise.kernels.triton.device.attention import combine_partitions, partial_attention
 
@@ -119,9 +123,9 @@ class TritonAttention(AttentionBackend):
         group = heads // num_kv_heads
         block_m = max(tiling.block_m, 1 << (group - 1).bit_length())
         flash = self._prompt_rows
-        if flash is not None and (batch.static is not None or not flash_serves(q, kv, softcap, sinks)):
+        if whole or batch.static is not None or not flash_serves(q, kv, softcap, sinks):
             flash = None
-        prepared = self._prepare(batch, block_m // group, q.device, flash)
+        prepared = self._prepare(batch, block_m // group, q.device, flash, whole)
         num_slots = min(tiling.slots, -(-prepared.num_keys // tiling.partition))
         dim_pad = max(16, 1 << (dim - 1).bit_length())
         per_row = heads * num_slots * (dim + 2) * 4
@@ -141,6 +145,7 @@ class TritonAttention(AttentionBackend):
                 prepared.first_key,
                 prepared.is_tree,
                 prepared.positions,
+                prepared.ends,
                 prepared.paths,
                 acc,
                 best,
@@ -175,6 +180,7 @@ class TritonAttention(AttentionBackend):
                 best,
                 total,
                 prepared.positions,
+                prepared.ends,
                 best if sinks is None else sinks,
                 result,
                 first,
@@ -196,17 +202,22 @@ class TritonAttention(AttentionBackend):
         return result
 
     def _prepare(
-        self, batch: AttentionBatch, rows_per_task: int, device: torch.device, flash: int | None
+        self,
+        batch: AttentionBatch,
+        rows_per_task: int,
+        device: torch.device,
+        flash: int | None,
+        whole: bool,
     ) -> _Prepared:
         """One copy to the device and one small kernel per pass. ``flash``: without chunks of so many rows and more."""
-        key = f"{_CACHE_KEY}/{rows_per_task}/{flash}"
+        key = f"{_CACHE_KEY}/{rows_per_task}/{flash}/{whole}"
         found = batch.cache.get(key)
         if isinstance(found, _Prepared):
             return found
         from draftwise.kernels.triton.device.attention import tree_rows
 
         if batch.static is not None:
-            made = self._prepare_static(batch.static, rows_per_task, device)
+            made = self._prepare_static(batch.static, rows_per_task, device, whole)
             batch.cache[key] = made
             return made
         starts = batch.query_start_np.astype(np.int32)
@@ -229,9 +240,12 @@ class TritonAttention(AttentionBackend):
             batch.is_tree_np,
             tables.reshape(-1),
             tasks.reshape(-1),
+            np.repeat(batch.context_len_np + counts - 1, counts if whole else 0).astype(np.int32),
         ]
         device_parts = parts_to_device(parts, device)
-        words, query_start, row_request, context, first_key, is_tree, flat_tables, flat_tasks = device_parts
+        words, query_start, row_request, context, first_key, is_tree, flat_tables, flat_tasks, ends = (
+            device_parts
+        )
         positions = torch.empty(rows, dtype=torch.int32, device=device)
         paths = torch.empty((rows, 64), dtype=torch.int32, device=device)
         tree_rows[(rows,)](
@@ -253,13 +267,16 @@ class TritonAttention(AttentionBackend):
             is_tree=is_tree,
             tables=flat_tables.view(tables.shape),
             positions=positions,
+            ends=ends if whole else positions,
             paths=paths,
             num_keys=int((batch.context_len_np + stored + counts)[own > 0].max(initial=1)),
         )
         batch.cache[key] = made
         return made
 
-    def _prepare_static(self, static: StaticRows, rows_per_task: int, device: torch.device) -> _Prepared:
+    def _prepare_static(
+        self, static: StaticRows, rows_per_task: int, device: torch.device, whole: bool
+    ) -> _Prepared:
         """One small kernel; nothing is read of the host but what is the same in every replay. The first call with a
         layout copies it to the device: run a pass once before it is captured."""
         from draftwise.kernels.triton.device.attention import tree_rows
@@ -287,6 +304,9 @@ class TritonAttention(AttentionBackend):
             num_warps=1,
             **LAUNCH,
         )
+        ends = positions
+        if whole:
+            ends = (static.context + (n - 1))[:, None].repeat(1, n).flatten()
         return _Prepared(
             tasks=layout.tasks,
             tasks_np=layout.tasks_np,
@@ -295,6 +315,7 @@ class TritonAttention(AttentionBackend):
             is_tree=static.is_tree,
             tables=static.tables,
             positions=positions,
+            ends=ends,
             paths=paths,
             num_keys=static.max_keys + n,
         )

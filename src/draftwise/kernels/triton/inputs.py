@@ -6,7 +6,7 @@ goes to a slot that nobody reads, as that of rows past the model's length does.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from draftwise.kernels.triton.availability import LAUNCH
 from draftwise.kernels.triton.rows import power_of_two
 
 _PART = 4096
+
+EXCLUDED: Final = -1e4
+"""Added to the logits of tokens that a request excludes: nothing in float32, unless a drafter knows no others."""
 
 
 class DraftSlots(NamedTuple):
@@ -155,6 +158,37 @@ def best_tokens(
             **LAUNCH,
         )
     return BestTokens(values, tokens, sums_of_rows)
+
+
+def add_biases(logits: Tensor, at: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Add to rows what stands somewhere else, if anything does, in place.
+
+    Args:
+        logits: [R * n, Vd] float32, n rows of each request.
+        at: [R] int64, the address of a request's row [V] float32 over the target's tokens; 0: there is none.
+        ids: [Vd] int64, the target's id of each token; None: the same.
+
+    Returns:
+        ``logits``. Minus infinity counts as `EXCLUDED`.
+    """
+    from draftwise.kernels.triton.device import inputs as device
+
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1
+    part = min(_PART, power_of_two(vocab))
+    device.add_biases[(rows, -(-vocab // part))](
+        logits,
+        at,
+        at if ids is None else ids,
+        vocab,
+        logits.stride(0),
+        rows // at.shape[0],
+        MAPPED=ids is not None,
+        LEAST=EXCLUDED,
+        PART=part,
+        **LAUNCH,
+    )
+    return logits
 
 
 def sample_tokens(

@@ -1,5 +1,4 @@
-"""Verification over [requests, nodes] without a round trip to the host: rules greedy, coupled, rejection and block, on
-chains and trees.
+"""Verification over [requests, nodes] without a round trip to the host, on chains and trees.
 
 What the kernels know of the requests stands in one table on the device; uniforms are made there, from the keys of
 `sampling.noise`. Results stay there too: lengths of accepted paths, the paths, and the tokens that are committed. The
@@ -19,6 +18,7 @@ from torch import Tensor
 from draftwise.kernels.triton.availability import LAUNCH
 from draftwise.kernels.triton.rows import power_of_two
 from draftwise.kernels.walk import Walk
+from draftwise.names import TYPICAL_DELTA, TYPICAL_EPSILON
 
 FIELDS: Final = 6
 """Fields of a request in `DraftBatch.table`, before its nodes."""
@@ -105,43 +105,58 @@ def walk_trees(logits: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, *
     """
     from draftwise.kernels.triton.device import verify as device
 
-    count, nodes, vocab = members.shape[0], batch.num_nodes, logits.shape[1]
-    if not count:
+    if not members.shape[0]:
         return
+    wanted = _wanted(logits, batch, members, noisy=coupled)
+    device.walk_trees[(members.shape[0],)](
+        batch.table,
+        members,
+        *wanted,
+        walk.packed,
+        batch.table.stride(0),
+        batch.num_nodes,
+        wanted.best.shape[2],
+        PARTS_PAD=power_of_two(wanted.best.shape[2]),
+        **LAUNCH,
+    )
+
+
+class _Wanted(NamedTuple):
+    """The best token behind every root and node, in parts of the vocabulary."""
+
+    best: Tensor  # [R, N + 1, parts] float32
+    token: Tensor  # [R, N + 1, parts] int32
+
+
+def _wanted(
+    logits: Tensor, batch: DraftBatch, members: Tensor, *, noisy: bool = False, none: bool = False
+) -> _Wanted:
+    """``noisy``: of logit + shared Gumbel noise. ``none``: nobody reads it."""
+    from draftwise.kernels.triton.device import verify as device
+
+    nodes, vocab = batch.num_nodes, logits.shape[1]
     assert logits.stride(1) == 1 and batch.table.is_contiguous()
     parts = -(-vocab // _PART)
     shape = (batch.table.shape[0], nodes + 1, parts)
     best = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    token = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    stride = batch.table.stride(0)
-    device.wanted_parts[(count, nodes + 1, parts)](
-        logits,
-        batch.table,
-        members,
-        best,
-        token,
-        vocab,
-        logits.stride(0),
-        stride,
-        nodes,
-        parts,
-        NOISY=coupled,
-        PART=_PART,
-        BLOCK=min(_BLOCK, power_of_two(vocab)),
-        **LAUNCH,
-    )
-    device.walk_trees[(count,)](
-        batch.table,
-        members,
-        best,
-        token,
-        walk.packed,
-        stride,
-        nodes,
-        parts,
-        PARTS_PAD=power_of_two(parts),
-        **LAUNCH,
-    )
+    found = _Wanted(best, torch.empty(shape, dtype=torch.int32, device=logits.device))
+    if not none:
+        device.wanted_parts[(members.shape[0], nodes + 1, parts)](
+            logits,
+            batch.table,
+            members,
+            *found,
+            vocab,
+            logits.stride(0),
+            batch.table.stride(0),
+            nodes,
+            parts,
+            NOISY=noisy,
+            PART=_PART,
+            BLOCK=_block(vocab),
+            **LAUNCH,
+        )
+    return found
 
 
 def reject_chains(p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, *, block: bool) -> None:
@@ -209,60 +224,87 @@ def reject_trees(p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk) -> N
 
 
 def keep_at_rates(
-    logits: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, rates: Tensor, *, sampled: bool
+    logits: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, rates: Tensor, p: Tensor | None
 ) -> None:
     """Rule ``synthetic``; arguments as in `walk_trees`.
 
     Args:
         rates: [n] float64, see `verify.rates`.
-        sampled: the last token is drawn from softmax(logits), else it is the most likely one.
+        p: [M, V] float32, that the last token is drawn from; None: it is the most likely one.
     """
     from draftwise.kernels.triton.device import rates as device
-    from draftwise.kernels.triton.device import verify as choice
 
-    count, nodes, vocab = members.shape[0], batch.num_nodes, logits.shape[1]
-    parts = -(-vocab // _PART)
-    shape = (batch.table.shape[0], nodes + 1, parts)
-    best = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    token = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    count, nodes, sampled = members.shape[0], batch.num_nodes, p is not None
+    wanted = _wanted(logits, batch, members, none=sampled)
+    parts = wanted.best.shape[2]
     ends, numbers = _new_ends(count, logits.device)
-    stride = batch.table.stride(0)
-    if not sampled:
-        choice.wanted_parts[(count, nodes + 1, parts)](
-            logits,
-            batch.table,
-            members,
-            best,
-            token,
-            vocab,
-            logits.stride(0),
-            stride,
-            nodes,
-            parts,
-            NOISY=False,
-            PART=_PART,
-            BLOCK=_block(vocab),
-            **LAUNCH,
-        )
     device.keep_at_rates[(count,)](
         batch.table,
         members,
         rates,
-        best,
-        token,
+        *wanted,
         ends,
         numbers,
         walk.packed,
         rates.shape[0],
-        stride,
+        batch.table.stride(0),
         nodes,
         parts,
         SAMPLED=sampled,
         PARTS_PAD=power_of_two(parts),
         **LAUNCH,
     )
+    if p is not None:
+        _draw(p, p, ends, numbers, members, walk)
+
+
+def keep_typical(
+    logits: Tensor, p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, *, sampled: bool
+) -> None:
+    """Rule ``typical`` (Medusa, arXiv:2401.10774); arguments as in `walk_trees` and `keep_at_rates`. ``sampled``: the
+    last token is drawn from p."""
+    from draftwise.kernels.triton.device import rates as device
+
+    count, nodes, vocab = members.shape[0], batch.num_nodes, logits.shape[1]
+    assert p.is_contiguous()
+    wanted = _wanted(logits, batch, members, none=sampled)
+    parts, stride = wanted.best.shape[2], batch.table.stride(0)
+    entropies = torch.empty((count, nodes + 1), dtype=torch.float64, device=p.device)
+    device.entropies[(count, nodes + 1)](
+        logits,
+        p,
+        batch.table,
+        members,
+        entropies,
+        vocab,
+        logits.stride(0),
+        stride,
+        nodes,
+        BLOCK=_block(vocab),
+        **LAUNCH,
+    )
+    ends, numbers = _new_ends(count, p.device)
+    device.keep_typical[(count,)](
+        p,
+        batch.table,
+        members,
+        entropies,
+        *wanted,
+        ends,
+        numbers,
+        walk.packed,
+        vocab,
+        stride,
+        nodes,
+        parts,
+        EPSILON=TYPICAL_EPSILON,
+        DELTA=TYPICAL_DELTA,
+        SAMPLED=sampled,
+        PARTS_PAD=power_of_two(parts),
+        BLOCK=power_of_two(nodes + 1),
+        **LAUNCH,
+    )
     if sampled:
-        p = logits.softmax(-1)
         _draw(p, p, ends, numbers, members, walk)
 
 

@@ -158,6 +158,15 @@ class BlockHead(LayeredHead):
         """Whether the root's row gives the first draft; else the first mask's does."""
         return self.options.from_root
 
+    @property
+    def first_row(self) -> int:
+        """The row of a block that gives the first draft."""
+        return 0 if self.from_root else 1
+
+    def rows_of(self, drafts: int) -> int:
+        """Rows of a block for so many drafts: root and masks."""
+        return self.first_row + drafts
+
     def finish(self) -> None:
         config, ops, plan = self.config, self._ops, self._plan
 
@@ -213,8 +222,12 @@ class BlockHead(LayeredHead):
             given = ops.copy(features)
             return HeadOutput(given, given)
         if self._convs is not None:
-            starts = torch.from_numpy(batch.attention.query_start_np[:-1].astype(np.int64))
-            self._convs.begin(starts.to(batch.token_ids.device), len(batch.token_ids))
+            rows, static, device = len(batch.token_ids), batch.attention.static, batch.token_ids.device
+            if static is not None:  # of a captured pass nothing is copied from the host
+                starts = torch.arange(0, rows, static.rows, device=device)
+            else:
+                starts = torch.from_numpy(batch.attention.query_start_np[:-1].astype(np.int64)).to(device)
+            self._convs.begin(starts, rows)
         layers = LayerPass(ops, self._heads, self.config.head_dim**-0.5, rope, batch.slots, batch.attention)
         residual = ops.embedding(batch.token_ids, self._embedding)
         if self.options.embedding_scale is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -53,12 +53,12 @@ class BlockProposer(HeadProposer):
 
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
-        """As `HeadProposer.create`; its passes are not captured.
+        """As `HeadProposer.create`.
 
         Raises:
             ConfigError: more is to be drafted than a block has room for.
         """
-        proposer = super().create(replace(context, graphs=None))
+        proposer = super().create(context)
         config, room = context.speculative, proposer._block.max_drafts
         depth = config.num_speculative_tokens
         what = f"num_speculative_tokens {depth}"
@@ -88,11 +88,10 @@ class BlockProposer(HeadProposer):
         super().allocate(num_blocks)
         if isinstance(self._head, RecordedBlock):
             scratch, block = self._scratch, self._block
-            first_row = 0 if block.from_root else 1
             self._head.lay_out(
                 BlockLayout(
                     self._most,
-                    first_row,
+                    block.first_row,
                     block.options.mask_token,
                     scratch.first,
                     scratch.each,
@@ -130,11 +129,11 @@ class BlockProposer(HeadProposer):
         for i, draft in enumerate(drafts):
             row, track = draft.row, draft.state.tracks[0]
             track.advance(row.num_tokens)
-            masks = self._most - 1 if block.from_root else self._most
-            tokens = (int(row.token_ids_np[-1]), *(block.options.mask_token,) * masks)
+            masks = (block.options.mask_token,) * (block.rows_of(self._most) - 1)
+            tokens = (int(row.token_ids_np[-1]), *masks)
             table = self._scratch.table(i, row.block_table_np)
             inputs.append(RowInput(tokens, row.num_tokens, table, first_key=track.first_key))
-            first = end if block.from_root else end + 1
+            first = end + block.first_row
             wanted += range(first, first + draft.length)
             lengths.append(draft.length)
             end += len(tokens)

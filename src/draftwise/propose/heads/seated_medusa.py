@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draftwise.graphs.loop import DraftLoop, LoopKind
 from draftwise.graphs.seats.drafter import Place, SeatedDrafter
-from draftwise.graphs.seats.step import DrafterSeats
+from draftwise.graphs.seats.features import DrafterSeats
 from draftwise.types import IntArray
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from draftwise.graphs.loop import DraftLoop
 from draftwise.graphs.seats.drafter import Place, SeatedDrafter
-from draftwise.graphs.seats.step import DrafterSeats
+from draftwise.graphs.seats.features import DrafterSeats
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input
@@ -54,7 +54,7 @@ class SeatedModel(SeatedDrafter):
 
     def place(self, rid: int, known: int, filled: int, stored: int, drafts: int) -> Place | None:
         # the loop reads what a step accepts, unless it is stored, and the root
-        accepted = drafts if self.plan is None else min(drafts, self.plan.levels)
+        accepted = drafts if self.plan is None or self.joined is not None else min(drafts, self.plan.levels)
         unseen = known - filled + accepted - stored
         return Place(filled, stored, 0) if filled >= known - 1 and unseen < self.rows else None
 

@@ -39,6 +39,7 @@ def partial_attention(
     first_key,
     is_tree,
     positions,
+    ends,
     paths,
     part_acc,
     part_max,
@@ -92,7 +93,8 @@ def partial_attention(
     row = lane // GROUP
     live = (row < num_rows) & (row < ROWS)
     pos = tl.load(positions + first_row + row, mask=live, other=-1)
-    top = tl.max(pos, 0)
+    end = tl.load(ends + first_row + row, mask=live, other=-1)
+    top = tl.max(end, 0)
     floor = low
     first_part = 0
     if WINDOWED:
@@ -167,7 +169,7 @@ def partial_attention(
                     # softcap * tanh(x / softcap): tanh(y) = 1 - 2 / (exp(2 y) + 1), y bounded where it is 1 anyway
                     y = tl.minimum(tl.maximum(scores / softcap, -15.0), 15.0)
                     scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
-                seen = live[:, None] & taken[None, :] & (p[None, :] <= pos[:, None])
+                seen = live[:, None] & taken[None, :] & (p[None, :] <= end[:, None])
                 if WINDOWED:
                     seen = seen & (pos[:, None] - p[None, :] < window)
                 scores = tl.where(seen, scores, float("-inf"))
@@ -194,6 +196,7 @@ def combine_partitions(
     part_max,
     part_sum,
     positions,
+    ends,
     sinks,
     out,
     row_base,
@@ -218,7 +221,7 @@ def combine_partitions(
     first = pos * 0
     if WINDOWED:
         first = tl.maximum(pos - window + 1, 0) // PARTITION
-    last = tl.minimum(pos // PARTITION + 1, first + SLOTS)
+    last = tl.minimum(tl.load(ends + row_base + row) // PARTITION + 1, first + SLOTS)
     base = (row.to(tl.int64) * HEADS + head) * num_slots
     d = tl.arange(0, DIM_PAD)
     in_dim = d < DIM

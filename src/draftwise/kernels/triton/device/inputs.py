@@ -40,6 +40,33 @@ def next_rows(
 
 
 @kernel("logits", "ids", "vocab", "stride")
+def add_biases(
+    logits,
+    at,
+    ids,
+    vocab,
+    stride,
+    rows_each,
+    MAPPED: tl.constexpr,
+    LEAST: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """One part of a row: what stands at its request's address is added, LEAST at the least."""
+    row = tl.program_id(0).to(tl.int64)
+    found = tl.load(at + row // rows_each)
+    if found == 0:
+        return
+    v = tl.program_id(1) * PART + tl.arange(0, PART)
+    inside = v < vocab
+    token = v.to(tl.int64)
+    if MAPPED:
+        token = tl.load(ids + v, mask=inside, other=0)
+    bias = tl.load(found.to(tl.pointer_type(tl.float32)) + token, mask=inside, other=0.0)
+    own = logits + row * stride + v
+    tl.store(own, tl.load(own, mask=inside, other=0.0) + tl.maximum(bias, LEAST), mask=inside)
+
+
+@kernel("logits", "ids", "vocab", "stride")
 def part_of_best(
     logits,
     scales,

@@ -58,6 +58,7 @@ def look_up(
     answer,
     text,
     past,
+    paths,
     told_stride,
     text_stride,
     num_past,
@@ -71,11 +72,13 @@ def look_up(
     least,
     PAST: tl.constexpr,
     CUT: tl.constexpr,
+    JOINS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One seat with look-up ``number``: its text with what was committed, and what followed the last time that a text
-    ended like this. PAST: others' outputs are looked at, too; CUT: drafts must have followed often enough."""
+    ended like this. PAST: others' outputs are looked at, too; CUT: drafts must have followed often enough. JOINS: what
+    is found goes to ``paths`` [S, K + 1], behind its length, and not over the drafts."""
     s = tl.program_id(0).to(tl.int64)
     own = state + s * (17 + drafts)
     said = told + s * told_stride
@@ -111,24 +114,28 @@ def look_up(
         token = tl.where(theirs, copied, token)
         # an output ends there
         wanted = tl.minimum(wanted, tl.min(tl.where(theirs & (token < 0), j, BLOCK), 0))
-    drafted = tl.load(own + 17 + j, mask=j < wanted, other=0)
-    tl.store(own + 17 + j, token, mask=j < wanted)
+    to = own + 17
+    if JOINS:
+        to = paths + s * (drafts + 1) + 1
+    drafted = tl.load(to + j, mask=j < wanted, other=0)
+    tl.store(to + j, token, mask=j < wanted)
     if CUT:
         written = wanted
         tl.debug_barrier()  # every thread reads them
         whole, counts = followers(
-            line, tl.where(others > 0, 0, stop), known, line, known, longest, match, own + 17, wanted, j, TILE
+            line, tl.where(others > 0, 0, stop), known, line, known, longest, match, to, wanted, j, TILE
         )
         if PAST:
-            more, follow = followers(
-                past, others, num_past, line, known, longest, match, own + 17, wanted, j, TILE
-            )
+            more, follow = followers(past, others, num_past, line, known, longest, match, to, wanted, j, TILE)
             whole += more
             counts += follow
         enough = tl.maximum(whole.to(tl.float32) * least, 1.0)
         wanted = tl.minimum(wanted, tl.min(tl.where(counts.to(tl.float32) >= enough, BLOCK, j), 0))
         tl.debug_barrier()  # every thread has read them
-        tl.store(own + 17 + j, drafted, mask=(j >= wanted) & (j < written))
+        tl.store(to + j, drafted, mask=(j >= wanted) & (j < written))
+    if JOINS:
+        tl.store(to - 1, wanted)
+        return
     told_back = answer + s * (7 + 4 * drafts)
     tl.store(told_back + 7 + drafts + j, token, mask=j < wanted)
     if (
@@ -139,3 +146,52 @@ def look_up(
         tl.store(own + 16, wanted * 0)
         tl.store(told_back, wanted * 0 + 2)
         tl.store(told_back + 4, wanted)
+
+
+@kernel()
+def join_found(state, told, answer, own_forms, paths, told_stride, drafts, BLOCK: tl.constexpr):
+    """One seat: what `look_up` has found becomes a branch of the tree that waits; see `graphs.seats.lookup`."""
+    s = tl.program_id(0).to(tl.int64)
+    own = state + s * (17 + drafts)
+    path = paths + s * (drafts + 1)
+    length = tl.load(path)
+    if length == 0:
+        return
+    told_back = answer + s * (7 + 4 * drafts)
+    form = own_forms + s * 5 * (drafts + 1) + 1  # of the drafts: depths, ancestors, parents
+    total = tl.minimum(tl.load(told + s * told_stride + 2), drafts)
+    kept = tl.minimum(tl.load(own + 2), total - tl.minimum(length, total // 2))
+    j = tl.arange(0, BLOCK).to(tl.int64)
+    old = j < kept
+    token = tl.load(own + 17 + j, mask=old, other=-1)
+    depth = tl.load(form + j, mask=old, other=0)
+    mask = tl.load(form + drafts + 1 + j, mask=old, other=0)
+    parent = tl.load(form + 2 * (drafts + 1) + j, mask=old, other=-2)
+    size = kept
+    node = kept * 0 - 1
+    on = kept * 0 + 1
+    for i in range(length):
+        wanted = tl.load(path + 1 + i)
+        hit = tl.min(tl.where((parent == node) & (token == wanted) & (j < size), j, BLOCK), 0)
+        misses = tl.where(hit == BLOCK, 1, 0)
+        adds = on * misses * tl.where(size < total, 1, 0)
+        above = tl.sum(tl.where(j == node, depth, 0), 0)
+        masks = tl.sum(tl.where(j == node, mask, 0), 0) | tl.where(node < 0, 1, 0)
+        new = (j == size) & (adds > 0)
+        token = tl.where(new, wanted, token)
+        parent = tl.where(new, node, parent)
+        depth = tl.where(new, above + 1, depth)
+        mask = tl.where(new, masks | (tl.full((BLOCK,), 1, tl.int64) << (j + 1)), mask)
+        on = on * tl.where(adds + 1 - misses > 0, 1, 0)
+        node = tl.where(on > 0, tl.where(misses > 0, size, hit), node)
+        size += adds
+    real = j < size
+    tl.store(own + 2, size)
+    tl.store(own + 17 + j, token, mask=real)
+    tl.store(form + j, depth, mask=real)
+    tl.store(form + drafts + 1 + j, mask, mask=real)
+    tl.store(form + 2 * (drafts + 1) + j, parent, mask=real)
+    tl.store(told_back, tl.where(size > kept, 2, tl.load(told_back)))
+    tl.store(told_back + 4, size)
+    tl.store(told_back + 7 + drafts + j, token, mask=real)
+    tl.store(told_back + 7 + 3 * drafts + j, parent, mask=real)

@@ -173,7 +173,11 @@ def advance_rows(
             final = (j < tl.where(live, accepted + 1, 0)) & ((read + 1) % PAGE == 0)
             page = tl.maximum(tl.minimum(read // PAGE, num_pages - 1), 0)
             block = tl.load(table + s * num_pages + page, mask=final, other=0).to(tl.int64)
-            tl.store(ends + s * ROWS + j, tl.where(final, block, spare_block), mask=j < ROWS)
+            tl.store(
+                ends + s * ROWS + j,
+                tl.where(final & (block < spare_block), block, spare_block),
+                mask=j < ROWS,
+            )
             fed = tl.where(live & (fed == known), tl.where(drafting, after, after - 1), fed)
         else:
             fed += tl.where(live, tl.minimum(accepted, stored), 0)
