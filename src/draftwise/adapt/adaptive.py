@@ -59,9 +59,8 @@ class AdaptiveController(Controller):
         self.resting = self._following.resting
         self._planned = Planned(0)  # the newest step
         self._num_suspended = 0
-        self._unbooked = self._unbooked_tokens = (
-            0  # steps that were passed over since the last in the account
-        )
+        self._unbooked: list[tuple[int, int]] = []
+        """Requests and tokens of the steps that were passed over since the last one in the account."""
 
     # ------------------------------------------------------------------------------------------- planning
 
@@ -211,8 +210,7 @@ class AdaptiveController(Controller):
         warm = step > self.settings.warm_steps and self._decisions.next_step > step + 2
         if decoding and not pure and warm and step % self._decisions.stride:
             # To take one in costs as much as everything else together: the next one stands for those before it, too.
-            self._unbooked += 1
-            self._unbooked_tokens += tokens
+            self._unbooked.append((shape.requests, tokens))
             self._earn(seconds)
             return
         usual = seconds - draft_time
@@ -276,8 +274,14 @@ class AdaptiveController(Controller):
     def _book_reading(self, seconds: float) -> None:
         """Drafters have read what others decoded, or prompts."""
         prices = self._decisions.prices
-        if prices is not None and self._decisions.plain_known:
-            self._ledger.book(-seconds / prices.plain, prices.requests)
+        if prices is None or not self._decisions.plain_known:
+            return
+        n, plain = self._roster.batch, prices.plain
+        if bucket(n) != bucket(
+            prices.requests
+        ):  # those of the newest choice have ended, and others come at once
+            plain = self.model.target_time(n, n, prices.context // prices.requests * n, prices.sampled)
+        self._ledger.book(-seconds / plain, n)
 
     def _charge_following(self, seconds: float, shape: StepShape) -> None:
         """Drafters have spent time in a step in which none of them drafted."""
@@ -294,12 +298,13 @@ class AdaptiveController(Controller):
 
     def _account(self, shape: StepShape, tokens: int, seconds: float) -> None:
         """Book what speculation gains or loses against plain decoding, in plain steps. The step stands for those that
-        were passed over before it, which took as long; their tokens were counted.
+        were passed over before it and had as many requests: they took as long, and their tokens were counted.
 
         Example: 3 tokens for one request in 1.5 times the time of a plain step: 3 - 1.5 = 1.5 steps gained.
         """
-        steps, total = 1 + self._unbooked, tokens + self._unbooked_tokens
-        self._unbooked = self._unbooked_tokens = 0
+        alike = [many for requests, many in self._unbooked if requests == shape.requests]
+        self._unbooked.clear()
+        steps, total = 1 + len(alike), tokens + sum(alike)
         prices = self._decisions.prices
         if prices is None or not self._decisions.plain_known:
             return

@@ -24,6 +24,9 @@ from draftwise.adapt.performance import PerformanceModel
 
 SWITCH = 0.02
 """A choice is replaced by one that promises this much more."""
+_PATIENCE = 0.75
+"""A request among others stops drafting where its drafts bring less than this part of what they cost. It then waits for
+the others' drafts with every token, and ends after them, in a small batch; and its own history is short."""
 _WAKE = 0.05
 """The same for a resting group: its drafters missed the beginning of requests and draft worse for a while."""
 _CATCH_UP_STEPS = 64
@@ -195,8 +198,8 @@ def make_option(
         nodes = min(cap, member.most)
         tokens, rows = _expected(group, member, nodes, row_price)
         # Alone, the comparison of options says whether it pays; among others, each has to pay for itself.
-        worth = tokens - row_price * rows - draft_price
-        on = count == 1 or worth > (0.0 if member.budget else SWITCH)
+        cost = row_price * rows + draft_price
+        on = count == 1 or tokens > (_PATIENCE * cost if member.budget else cost + SWITCH)
         option.members.append((member, on))
         if on:
             drafting += 1

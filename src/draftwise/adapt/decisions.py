@@ -100,16 +100,18 @@ class Decisions:
             self._following.tidy(group, self._roster.members(group), n, step, drafts)
             if not drafts:
                 interval = min(interval, self._following.next_look(group, n, step))
-        if step < settings.first_steps:
-            interval = 1
-        elif any(option.cap for option in options):
-            # What was chosen by a guess is looked at again as soon as it was measured.
+        if any(option.cap for option in options):
+            # What was chosen by a guess is looked at again when it was measured, and not before.
             rows = round(n + sum(option.rows for option in options))
             guessed = self._model.times_measured(n, rows, context, sampled) < 3
             early = guessed or step < settings.warm_steps
             quick = min(max(_QUICK / plain, 1.0), _MOST_QUICK)
             self.stride = round(_STRIDE * quick)
             interval = min(interval, settings.warm_interval if early else round(settings.interval * quick))
+            if step < settings.first_steps and not guessed:
+                interval = 1
+        elif step < settings.first_steps:
+            interval = 1
         self.next_step = step + interval
 
     def _able(self, group: Group, members: list[Drafter], step: int) -> list[Drafter]:
