@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 import torch
 
+from tests.fakes.fuzz.cases import Case
 from tests.fakes.fuzz.check import References, check_run
 from tests.fakes.fuzz.drive import run_case
 from tests.fakes.fuzz.faults import SEATED as FAULTS
@@ -25,8 +26,8 @@ VARIABLE = "DRAFTWISE_SEATS_SEEDS"
 ALWAYS = 16
 """Cases of every run."""
 SLOW = 400
-AHEAD = 33
-"""A case in which early exit drafts ahead of the blocks of a plan."""
+AHEAD = 59
+"""A case in which early exit drafts ahead of the blocks of a plan, under adaptive control."""
 CLEAN = frozenset({*range(ALWAYS), AHEAD})
 """Cases that every run sees without faults; those with the slow tests see all."""
 
@@ -38,12 +39,19 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]
     made.close()
 
 
+def case_of(seed: int, references: References) -> Case:
+    case = make_seated_case(seed, references.world)
+    if seed == AHEAD:
+        case.options["speculation_control"] = "adaptive"
+    return case
+
+
 def check(seeds: Iterable[int], references: References) -> Counter[str]:
     """Rows of steps in seats, see `pretended_device`."""
     torch.set_num_threads(1)
     seated: Counter[str] = Counter()
     for seed in seeds:
-        case = make_seated_case(seed, references.world)
+        case = case_of(seed, references)
         try:
             with pretended_device() as counts:
                 run = run_case(case, references.world)
@@ -124,7 +132,7 @@ def test_a_planted_fault_is_found(
 ) -> None:
     """The engine raises, or somebody does not get what it gets alone. Tests above show the case without the fault."""
     torch.set_num_threads(1)
-    case = make_seated_case(seed, references.world)
+    case = case_of(seed, references)
     with pytest.MonkeyPatch.context() as patch, pretended_device():
         fault(patch)
         try:

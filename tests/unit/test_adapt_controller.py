@@ -367,3 +367,18 @@ def test_kinds_of_trees_that_requests_make_up_are_bounded() -> None:
     assert len(controller._groups) <= MAX_GROUPS + 2
     kinds = {id(drafter.group) for drafter in controller._drafters.values() if drafter is not None}
     assert kinds <= {id(group) for group in controller._groups}, "a request's group was dropped"
+
+
+def test_what_drafters_read_is_weighed_against_the_batch_that_reads() -> None:
+    """A batch of 64 comes when one request was left: 10 ms of reading are one of its plain steps, not ten of those."""
+    controller = AdaptiveController()
+    for requests, seconds in ((1, 0.001), (64, 0.010)):
+        for _ in range(9):
+            shape = StepShape(requests=requests, rows=requests, context=100 * requests)
+            controller.model.observe_target(shape, seconds)
+    controller._decisions.prices = Prices(1, 100, False, 0.001)
+    controller._decisions.plain_known = True
+    for batch, lost in ((64, 1.0), (1, 10.0), (0, 10.0)):  # 0: all have ended
+        controller._roster.batch, controller._ledger.balance = batch, 6.0
+        controller._book_reading(0.010)
+        assert controller._ledger.balance == pytest.approx(max(6.0 - lost, -4.0), abs=0.3)

@@ -276,10 +276,9 @@ class AdaptiveController(Controller):
         prices = self._decisions.prices
         if prices is None or not self._decisions.plain_known:
             return
-        n, plain = self._roster.batch, prices.plain
-        if bucket(n) != bucket(
-            prices.requests
-        ):  # those of the newest choice have ended, and others come at once
+        n, plain = self._roster.batch or prices.requests, prices.plain
+        # Those of the newest choice may have ended, while others come all at once.
+        if bucket(n) != bucket(prices.requests):
             plain = self.model.target_time(n, n, prices.context // prices.requests * n, prices.sampled)
         self._ledger.book(-seconds / plain, n)
 

@@ -240,7 +240,7 @@ def trees_leave_as_chains(patch: Patch) -> None:
 SEATED: Mapping[Callable[[Patch], None], int] = {
     paths_stay_in_seats: 0,
     new_blocks_untold: 1,
-    scratch_is_block_0: 33,
+    scratch_is_block_0: 59,
     moves_leave_state: 35,
     seats_count_nothing: 5,
     bias_of_another: 21,
