@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
 
@@ -59,8 +60,9 @@ class AdaptiveController(Controller):
         self.resting = self._following.resting
         self._planned = Planned(0)  # the newest step
         self._num_suspended = 0
-        self._unbooked: list[tuple[int, int]] = []
-        """Requests and tokens of the steps that were passed over since the last one in the account."""
+        self._unbooked: deque[tuple[int, int]] = deque(maxlen=8)
+        """Requests and tokens of the steps that were passed over since the last one in the account: fewer than a stride,
+        unless steps that count have prompts in them."""
 
     # ------------------------------------------------------------------------------------------- planning
 
