@@ -61,8 +61,8 @@ class AdaptiveController(Controller):
         self._planned = Planned(0)  # the newest step
         self._num_suspended = 0
         self._unbooked: deque[tuple[int, int]] = deque(maxlen=8)
-        """Requests and tokens of the steps that were passed over since the last one in the account: fewer than a stride,
-        unless steps that count have prompts in them."""
+        """Requests and tokens of the steps that were passed over since the last one in the account; few, unless steps
+        that count have prompts in them."""
 
     # ------------------------------------------------------------------------------------------- planning
 
