@@ -43,13 +43,11 @@ class SeatFeatures:
 
     def __init__(self, memory: SeatMemory) -> None:
         self._memory = memory
-        self._read: dict[
-            int, Tensor
-        ] = {}  # [S * (K + 1), F], of what the target read in a seat's newest step
+        self._read: dict[int, Tensor] = {}
+        """[S * (K + 1), F], of what the target read in a seat's newest step."""
         self._carried: dict[int, Tensor] = {}  # [S, depths - 1, F]
-        self._ends: dict[
-            int, Tensor
-        ] = {}  # [rows of the first pass] int64 by number of the loop, see `LoopRows`
+        self._ends: dict[int, Tensor] = {}
+        """By identity of the loop: [rows of the first pass] int64, see `LoopRows`."""
 
     def open(self, seated: SeatedLoop) -> None:
         """Make room for a head's, before anything of it is captured."""

@@ -59,9 +59,8 @@ class _Prepared:
     is_tree: Tensor  # [R] 0 or 1
     tables: Tensor  # [R, max blocks]
     positions: Tensor  # [T]
-    ends: (
-        Tensor  # [T], the last position that a row may see: its own, or of `whole` requests their last row's
-    )
+    ends: Tensor
+    """[T], the last position that a row may see: its own, or of `whole` requests their last row's."""
     paths: Tensor  # [T, 64]; of a tree's row, its d-th ancestor's row in the tree; else undefined
     num_keys: int  # the largest position + 1 that any row may have
 
