@@ -25,7 +25,7 @@ from tests.fakes.fuzz.world import make_world
 VARIABLE = "DRAFTWISE_SEATS_SEEDS"
 ALWAYS = 16
 """Cases of every run."""
-SLOW = 600
+SLOW = 680
 AHEAD = 59
 """A case in which early exit drafts ahead of the blocks of a plan, under adaptive control."""
 CLEAN = frozenset({*range(ALWAYS), AHEAD})
