@@ -82,6 +82,8 @@ LAUNCHED = {
     "attention": {"partial_attention"},
     "mixed": {"partial_attention"},
     "transformers": set(),
+    "truth": {"partial_attention", "tree_rows"},
+    "profile": {"partial_attention", "next_rows"},
 }
 
 

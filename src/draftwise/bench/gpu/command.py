@@ -24,6 +24,8 @@ PARTS: dict[str, tuple[str, float]] = {
     "bandwidth": ("steps:measure_bandwidth", 40),
     "kernels": ("kernels:check_kernels", 120),
     "steps": ("steps:measure_steps", 130),
+    "truth": ("truth:measure_truth", 60),
+    "profile": ("profiles:profile_steps", 60),
     "drafting": ("steps:measure_drafting", 90),
     "engines": ("engines:measure_engines", 170),
     "memory": ("engines:measure_memory", 80),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from draftwise.models.llama import LlamaModel
 from draftwise.models.weights import WeightPlan
 
 
-def llama_config(size: Size, layers: int | None = None) -> dict[str, object]:
-    """config.json of the shape."""
+def llama_config(size: Size, layers: int | None = None, max_len: int | None = None) -> dict[str, object]:
+    """config.json of the shape; ``layers`` and ``max_len`` (tokens) in place of its own."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -28,7 +28,7 @@ def llama_config(size: Size, layers: int | None = None) -> dict[str, object]:
         "num_key_value_heads": size.kv_heads,
         "head_dim": size.head_dim,
         "vocab_size": size.vocab,
-        "max_position_embeddings": size.max_len,
+        "max_position_embeddings": max_len or size.max_len,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "hidden_act": "silu",
@@ -36,13 +36,21 @@ def llama_config(size: Size, layers: int | None = None) -> dict[str, object]:
     }
 
 
-def random_target(setting: Setting, ops: Ops, layers: int | None = None) -> DecoderModel:
-    """The target of a setting's size, or of fewer layers."""
-    config = LlamaModel.parse(llama_config(setting.size, layers), "LlamaForCausalLM", setting.size.max_len)
+def random_target(
+    setting: Setting,
+    ops: Ops,
+    layers: int | None = None,
+    max_len: int | None = None,
+    fill: Callable[[Mapping[str, Tensor]], None] | None = None,
+) -> DecoderModel:
+    """The target of a setting's size, or of fewer layers and other contexts. ``fill`` sets the weights (None: they are
+    random); it gets them by their names in a checkpoint."""
+    most = max_len or setting.size.max_len
+    config = LlamaModel.parse(llama_config(setting.size, layers, most), "LlamaForCausalLM", most)
     plan = WeightPlan(ops.dtype, ops.device)
     with torch.no_grad():
         model = LlamaModel(config, ops, plan)
-        plan.fill_with(_random)
+        plan.fill_with(fill or random_weights)
         model.finish()
     return model
 
@@ -69,12 +77,13 @@ def random_head(setting: Setting, target: DecoderModel) -> HeadModel:
     ids = torch.arange(size.draft_vocab) * (size.vocab // size.draft_vocab)
     with torch.no_grad():
         head = Eagle3Head(config, options, link, ops, plan, ids)
-        plan.fill_with(_random)
+        plan.fill_with(random_weights)
         head.finish()
     return head
 
 
-def _random(targets: Mapping[str, Tensor]) -> None:
+def random_weights(targets: Mapping[str, Tensor]) -> None:
+    """Set weights to what training might start from."""
     for name, tensor in targets.items():
         if "norm" in name:
             tensor.fill_(1.0)
