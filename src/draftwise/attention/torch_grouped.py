@@ -158,7 +158,7 @@ def _run_single(task: Single, q: Tensor, call: _Call) -> Tensor:
     if n == 1 and not task.needs_mask:
         # the query heads of one key/value head become rows: each key is then read once, not once per query head
         grouped = q.view(1, num_kv_heads, heads // num_kv_heads, dim)
-        return _attend(call, grouped, keys, values).view(1, heads * dim)
+        return _attend(call, grouped, keys, values).reshape(1, heads * dim)  # on a GPU it may lie otherwise
     mask = task.mask
     if task.needs_mask and mask is None:
         mask = single_mask(call.batch, task, call.window, q.dtype, q.device)

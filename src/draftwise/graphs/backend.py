@@ -131,6 +131,8 @@ class CudaGraphs(GraphBackend):
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # A pool ends with the last of its graphs, and nothing can then be captured into it: the first one stays.
+        self._first: object = None
         self.num_graphs = 0
 
     def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
@@ -142,6 +144,7 @@ class CudaGraphs(GraphBackend):
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 result = run()
+        self._first = self._first or graph
         self.num_graphs += 1
         return graph, result
 
@@ -152,6 +155,7 @@ class CudaGraphs(GraphBackend):
             torch.cuda.empty_cache()
             with torch.cuda.stream(self._stream), pieces:
                 result = run(pieces.cut)
+        self._first = self._first or pieces
         self.num_graphs += pieces.count
         return pieces, result
 
