@@ -91,6 +91,22 @@ def main() -> None:
             SLOTS=32,
             WIDE=False,
         )
+        for block_m in (32, 64):
+            build(
+                attention.split_attention,
+                f"{q} {kv} {scales} {'*i32 ' * 7} *i64 *fp32 *fp32 *fp32 i32 i32 i32 i32 fp32 fp32 i32 i32",
+                **dict(zip(("CAPPED", "WINDOWED", "CODES"), flags, strict=True)),
+                FP8=kv == "*u8",
+                PAGE=16,
+                HEADS=32,
+                KV_HEADS=8,
+                DIM=128,
+                DIM_PAD=128,
+                ROWS=block_m // 4,
+                BLOCK_M=block_m,
+                BLOCK_N=64,
+                WIDE=False,
+            )
     for sinks in (False, True):
         build(
             attention.combine_partitions,
@@ -100,10 +116,11 @@ def main() -> None:
             DIM_PAD=128,
             PARTITION=256,
             SLOTS=32,
+            SLOTS_PAD=32,
             WINDOWED=True,
             SINKS=sinks,
         )
-    build(attention.tree_rows, "*i64 *i32 *i32 *i32 *i32 *i32 *i32")
+    build(attention.tree_rows, "*i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32")
     build(rows.rms_norm, "*bf16 *bf16 *fp32 *bf16 i32 i32 i32 fp32", ADD=True, BLOCK=4096)
     build(rows.silu_mul, "*bf16 *bf16 i32 i32", BLOCK=1024)
     build(rows.gather_rows, "*bf16 *i64 *bf16 i32", BLOCK=1024)

@@ -75,15 +75,15 @@ def draw(given: dict[str, Any]) -> None:
 LAUNCHED = {
     "bandwidth": set(),
     "kernels": {"rms_norm", "silu_mul", "linear", "partial_attention", "combine_partitions", "tree_rows"},
-    "steps": {"gather_rows", "rms_norm", "rope_write", "silu_mul", "linear", "partial_attention"},
+    "steps": {"gather_rows", "rms_norm", "rope_write", "silu_mul", "linear", "partial_attention", "split_attention"},
     "drafting": {"next_rows", "part_of_best", "best_of_all", "draw_sampled"},
     "engines": {"next_rows", "wanted_parts", "walk_trees", "best_of_all"},
     "memory": {"wanted_parts"},
-    "attention": {"partial_attention"},
-    "mixed": {"partial_attention"},
+    "attention": {"split_attention"},
+    "mixed": {"split_attention"},
     "transformers": set(),
-    "truth": {"partial_attention", "tree_rows"},
-    "profile": {"partial_attention", "next_rows"},
+    "truth": {"split_attention", "tree_rows"},
+    "profile": {"split_attention", "next_rows"},
 }
 
 

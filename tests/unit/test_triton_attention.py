@@ -15,13 +15,14 @@ from tests.unit.test_attention_torch import make_batch
 from draftwise.attention.base import first_key, request_keys, request_slots
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.graphs.buffers import static_input
-from draftwise.kernels.triton.attention import Tiling, TritonAttention, _tasks
+from draftwise.kernels.triton.attention import Tiling, TritonAttention, _tasks, free_tiling
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kv.storage import LARGEST, quantized
 from draftwise.types import AttentionBatch, StaticRows
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 SMALL = Tiling(block_n=16, partition=32, slots=2)
+FREE = Tiling(block_n=16, partition=16, slots=2, fixed=False)
 TWICE = Tiling(block_n=16, partition=16, slots=2)
 """Of three partitions the first and the last share a slot."""
 
@@ -49,7 +50,7 @@ def check(
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
     cache: torch.dtype | None = None,
-    tiling: Tiling = SMALL,
+    tiling: Tiling | None = SMALL,
     workspace: int = 1 << 20,
     limit: float = 1e-5,
     whole: bool = False,
@@ -75,7 +76,7 @@ def check(
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
-@pytest.mark.parametrize("tiling", [SMALL, TWICE], ids=["small", "twice"])
+@pytest.mark.parametrize("tiling", [SMALL, TWICE, FREE], ids=["small", "twice", "free"])
 def test_rows_see_those_behind_them_where_they_are_told_to(window: int | None, tiling: Tiling) -> None:
     batch, slots = make_batch(
         np.random.default_rng(7), [(9, 8, False), (40, 1, False), (0, 20, False), (28, 9, False)]
@@ -95,39 +96,78 @@ def test_ragged_batches_with_gaps_and_levels(window: int | None, heads: tuple[in
     check(batch, slots, heads=heads[0], kv_heads=heads[1], window=window)
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_nodes_are_seen_through_masks(heads: tuple[int, int]) -> None:
+    batch, slots = make_batch(np.random.default_rng(5), MIXED, gaps=True, levels=True)
+    check(batch, slots, heads=heads[0], kv_heads=heads[1], tiling=FREE)
+
+
+@pytest.mark.parametrize("window", [64, 70, 101])
+def test_windows_over_nodes_seen_through_masks(window: int) -> None:
+    """Contexts that the window hides in part, of trees and of chunks, tiles of which no row sees anything."""
+    parts = [(109, 9, False), (140, 15, True), (60, 20, True), (33, 1, False), (131, 30, True)]
+    batch, slots = make_batch(np.random.default_rng(5), parts, gaps=True)
+    check(batch, slots, window=window, tiling=FREE)
+
+
+@pytest.mark.parametrize("window", [1, 7, 40])
+def test_short_windows_without_trees(window: int) -> None:
+    parts = [(9, 1, False), (40, 5, False), (0, 20, False), (0, 0, False), (31, 3, False)]
+    batch, slots = make_batch(np.random.default_rng(5), parts, gaps=True)
+    check(batch, slots, window=window, tiling=FREE)
+
+
+@pytest.mark.parametrize("tiling", [SMALL, FREE], ids=["small", "free"])
 @pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 31, 32, 33, 63, 64])
-def test_lengths_at_the_borders_of_tiles_and_partitions(context: int) -> None:
+def test_lengths_at_the_borders_of_tiles_and_partitions(context: int, tiling: Tiling) -> None:
     rng = np.random.default_rng(context)
     batch, slots = make_batch(rng, [(context, 1, False), (context, 4, True)], block_size=16)
-    check(batch, slots)
+    check(batch, slots, tiling=tiling)
 
 
-def test_sizes_that_are_no_powers_of_two() -> None:
+def test_tiles_follow_the_batch() -> None:
+    """An 8B shape: 32 query heads on 8."""
+    one, some, many = (free_tiling(4, requests * 8, 2048) for requests in (1, 16, 64))
+    assert (one.slots, some.slots, many.slots) == (32, 4, 4)
+    assert free_tiling(4, 64 * 8, 131072).slots == 16, "a long one among many is done by more programs"
+    assert free_tiling(8 * 4, 8, 2048) == one, "verification of eight rows as plain decoding"
+    assert free_tiling(61 * 4, 8, 2048).block_m == 64
+
+
+@pytest.mark.parametrize("tiling", [SMALL, FREE], ids=["small", "free"])
+def test_sizes_that_are_no_powers_of_two(tiling: Tiling) -> None:
     batch, slots = make_batch(np.random.default_rng(2), [(21, 2, False), (8, 6, True)], block_size=5)
-    check(batch, slots, heads=6, kv_heads=2, dim=20)
+    check(batch, slots, heads=6, kv_heads=2, dim=20, tiling=tiling)
 
 
-def test_a_group_wider_than_a_block() -> None:
+@pytest.mark.parametrize("tiling", [SMALL, FREE], ids=["small", "free"])
+def test_a_group_wider_than_a_block(tiling: Tiling) -> None:
     batch, slots = make_batch(np.random.default_rng(2), [(21, 2, False), (8, 3, True)])
-    check(batch, slots, heads=20, kv_heads=1)
+    check(batch, slots, heads=20, kv_heads=1, tiling=tiling)
 
 
+@pytest.mark.parametrize("tiling", [SMALL, FREE], ids=["small", "free"])
 @pytest.mark.parametrize("cache", [torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_caches_of_other_types_and_soft_caps(cache: torch.dtype, softcap: float | None) -> None:
+def test_caches_of_other_types_and_soft_caps(
+    cache: torch.dtype, softcap: float | None, tiling: Tiling
+) -> None:
     batch, slots = make_batch(np.random.default_rng(8), MIXED)
-    check(batch, slots, cache=cache, softcap=softcap)
+    check(batch, slots, cache=cache, softcap=softcap, tiling=tiling)
 
 
+@pytest.mark.parametrize("tiling", [SMALL, FREE], ids=["small", "free"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_narrow_activations(dtype: torch.dtype) -> None:
+def test_narrow_activations(dtype: torch.dtype, tiling: Tiling) -> None:
     batch, slots = make_batch(np.random.default_rng(4), MIXED)
-    check(batch, slots, dtype=dtype, limit=2e-2)
+    check(batch, slots, dtype=dtype, limit=2e-2, tiling=tiling)
 
 
-def test_the_default_tiles() -> None:
+@pytest.mark.parametrize("tiling", [Tiling(), None], ids=["fixed", "chosen"])
+@pytest.mark.parametrize("window", [None, 40, 200])
+def test_the_default_tiles(tiling: Tiling | None, window: int | None) -> None:
     batch, slots = make_batch(np.random.default_rng(4), [(600, 1, False), (520, 5, True)], block_size=16)
-    check(batch, slots, tiling=Tiling())
+    check(batch, slots, tiling=tiling, window=window)
 
 
 def test_a_pass_larger_than_the_workspace_is_launched_in_pieces() -> None:
@@ -148,10 +188,12 @@ def test_the_number_of_programs_changes_no_bit(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("window", [None, 20, 75])
 @pytest.mark.parametrize("slots_of_row", [1, 3, 32])
-def test_slots_that_hold_many_partitions(window: int | None, slots_of_row: int) -> None:
+@pytest.mark.parametrize("fixed", [True, False])
+def test_slots_that_hold_many_partitions(window: int | None, slots_of_row: int, fixed: bool) -> None:
     """Contexts of up to eight partitions, and chunks whose rows end in different ones."""
-    tiling = Tiling(block_n=16, partition=16, slots=slots_of_row)
-    batch, slots = make_batch(np.random.default_rng(6), [(118, 2, False), (90, 5, True), (30, 9, False)])
+    tiling = Tiling(block_n=16, partition=16, slots=slots_of_row, fixed=fixed)
+    tree = fixed or window is None or window >= 64
+    batch, slots = make_batch(np.random.default_rng(6), [(118, 2, False), (90, 5, tree), (30, 9, False)])
     check(batch, slots, window=window, tiling=tiling)
 
 
@@ -170,7 +212,7 @@ def test_launches_do_not_grow_with_the_longest_context(monkeypatch: pytest.Monke
     found = []
     for max_keys in (8192, 131072):
         launches.clear()
-        backend = TritonAttention()
+        backend = TritonAttention(Tiling())
         words = torch.zeros(64, dtype=torch.int32, device=DEVICE)
         static = StaticRows(
             rows=6,

@@ -1,18 +1,24 @@
 """Paged attention as Triton kernels: prefill chunks, decoding rows and trees in one launch.
 
-The context is cut by position into partitions of fixed size, and these into tiles of fixed size. A row has a fixed
-number of slots of partial results at most, which programs of their own make (flash-decoding); partition i is summed in
-slot i modulo their number. A second kernel adds a row's slots up in their order. So the memory of a row, and with it
-the number of launches of a pass, does not grow with the longest context that a model may have. Neither the other
-requests of a batch, nor the number of rows a request has, nor where keys stand, changes an operation that a row sees:
-a token verified in a tree has the bits of the same token decoded alone.
+The context is cut by position into partitions, and these into tiles. A row has a fixed number of slots of partial
+results at most, which programs of their own make (flash-decoding); partition i is summed in slot i modulo their number.
+A second kernel adds a row's slots up in their order. So the memory of a row, and with it the number of launches of a
+pass, does not grow with the longest context that a model may have.
+
+There are two kernels for the slots, and one for their sum:
+
+- `partial_attention`, with tiles and partitions of fixed size. Neither the other requests of a batch, nor the number of
+  rows a request has, nor where keys stand, changes an operation that a row sees: a token verified in a tree has the bits
+  of the same token decoded alone.
+- `split_attention`, for those who promise nothing of that: the number of slots follows the number of programs that a
+  device wants (`free_tiling`), more rows share a tile, and all rows of a tree see its nodes in one tile, through masks.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +36,9 @@ _CACHE_KEY: Final = "triton"
 _WORKSPACE_BYTES: Final = 64 << 20
 """The most bytes of partial results (unless one task needs more): a long prefill is launched in pieces."""
 
+_FREE_PROGRAMS: Final = 512
+"""The number of programs that a free tiling looks for: about four for each multiprocessor of a large device."""
+
 _PROGRAMS: Final = 2048
 """The approximate number of programs of a launch, for any context: enough for every device. Results do not depend on
 it."""
@@ -43,9 +52,31 @@ class Tiling:
     block_n: int = 64  # positions of a tile
     partition: int = 256  # positions of a partition
     slots: int = 32  # of a row: with one key/value head and one request as many programs
+    fixed: bool = True  # by `partial_attention`; else by `split_attention`, whose partitions are tiles
+    num_warps: int = 4
+    num_stages: int = 3  # of `split_attention`: tiles that are loaded ahead, pages a step before
 
     def __post_init__(self) -> None:
         assert self.block_m >= 16 and self.block_n >= 16 and self.partition % self.block_n == 0
+        assert self.fixed or self.partition == self.block_n
+
+
+def free_tiling(lanes: int, tasks_of_one_row: int, num_keys: int, block_n: int = 64) -> Tiling:
+    """What `split_attention` runs with.
+
+    Args:
+        lanes: rows x query heads of a group of the request with the most rows. Requests of 1 and of 8 rows have the
+            same tiles if a group has up to four heads: verification then has the bits of plain decoding.
+        tasks_of_one_row: requests x key/value heads.
+        num_keys: of the longest context.
+
+    Example: 32 query heads on 8, 6 rows, contexts of 2048: one request has 32 slots, which are 256 programs; 16
+    requests have 4 each, and so have 64, so that a long one among them is done by more than one program.
+    """
+    slots = _FREE_PROGRAMS // max(1, tasks_of_one_row)
+    least = 4 if num_keys <= 8192 else 16
+    slots = max(least, min(32, 1 << max(0, slots.bit_length() - 1)))
+    return Tiling(32 if lanes <= 32 else 64, block_n, block_n, slots, fixed=False, num_stages=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +92,9 @@ class _Prepared:
     positions: Tensor  # [T]
     ends: Tensor
     """[T], the last position that a row may see: its own, or of `whole` requests their last row's."""
+    lasts: Tensor  # [T], the last key that a row may see, where it stands: of a tree's row its own; else `ends`
     paths: Tensor  # [T, 64]; of a tree's row, its d-th ancestor's row in the tree; else undefined
+    masks: Tensor  # [T] int64, of a tree's row the rows of the tree on its path
     num_keys: int  # the largest position + 1 that any row may have
 
 
@@ -78,6 +111,8 @@ class _Layout:
 class TritonAttention(AttentionBackend):
     """On a CUDA device, or on the CPU in Triton's interpreter.
 
+    ``tiling``: the same for all batches; None: chosen for each (`free_tiling`).
+
     ``prompt_rows``: chunks of prompts of so many rows and more go through torch's flash attention where it serves
     (`triton.prompts`); their bits then depend on how a prompt is cut. None: no chunk does.
     """
@@ -91,7 +126,7 @@ class TritonAttention(AttentionBackend):
         *,
         prompt_rows: int | None = None,
     ) -> None:
-        self._tiling = tiling or Tiling()
+        self._tiling = tiling
         self._workspace_bytes = workspace_bytes
         self._prompt_rows = prompt_rows
         # Of static batches, by (requests, rows, rows of a task, device): made before anything is captured, and kept.
@@ -111,75 +146,67 @@ class TritonAttention(AttentionBackend):
         out: Tensor | None = None,
         whole: bool = False,
     ) -> Tensor:
-        from draftwise.kernels.triton.device.attention import combine_partitions, partial_attention
+        from draftwise.kernels.triton.device import attention as device
 
         rows, heads, dim = q.shape
         result = q.new_empty(rows, heads * dim) if out is None else out
         if rows == 0:
             return result
         assert q.stride(2) == 1 and q.stride(1) == dim and result.is_contiguous()
-        tiling = self._tiling
         group = heads // num_kv_heads
+        tiling = self._tiling or _tiling_for(batch, group, num_kv_heads, window)
         block_m = max(tiling.block_m, 1 << (group - 1).bit_length())
         flash = self._prompt_rows
         if whole or batch.static is not None or not flash_serves(q, kv, softcap, sinks):
             flash = None
         prepared = self._prepare(batch, block_m // group, q.device, flash, whole)
+        ends = prepared.ends if tiling.fixed else prepared.lasts
         num_slots = min(tiling.slots, -(-prepared.num_keys // tiling.partition))
         dim_pad = max(16, 1 << (dim - 1).bit_length())
         per_row = heads * num_slots * (dim + 2) * 4
+        shared: dict[str, Any] = {
+            "PAGE": batch.block_size,
+            "HEADS": heads,
+            "KV_HEADS": num_kv_heads,
+            "DIM": dim,
+            "DIM_PAD": dim_pad,
+            "ROWS": block_m // group,
+            "BLOCK_M": block_m,
+            "BLOCK_N": tiling.block_n,
+            "CAPPED": softcap is not None,
+            "WINDOWED": window is not None,
+            "CODES": len(kv) == 2,
+            "FP8": kv[0].dtype is torch.float8_e4m3fn,
+            # the interpreter's product of bfloat16 is not one
+            "WIDE": interpreted() and q.dtype is torch.bfloat16,
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+            **LAUNCH,
+        }
         for begin, end in self._pieces(prepared.tasks_np, per_row):
             first = int(prepared.tasks_np[begin, 1])
             piece_rows = int(prepared.tasks_np[end - 1, 1] + prepared.tasks_np[end - 1, 2]) - first
             acc = torch.empty((piece_rows, heads, num_slots, dim), dtype=torch.float32, device=q.device)
             best, total = torch.empty((2, piece_rows, heads, num_slots), dtype=torch.float32, device=q.device)
-            programs = min(num_slots, max(1, _PROGRAMS // ((end - begin) * num_kv_heads)))
-            partial_attention[(end - begin, num_kv_heads, programs)](
-                q,
-                as_bytes(kv[0]),
-                kv[-1],
-                prepared.tables,
-                prepared.tasks[begin:end],
-                prepared.context,
-                prepared.first_key,
-                prepared.is_tree,
-                prepared.positions,
-                prepared.ends,
-                prepared.paths,
-                acc,
-                best,
-                total,
-                q.stride(0),
-                prepared.tables.stride(0),
-                first,
-                num_slots,
-                scale,
-                softcap or 1.0,
-                window or 0,
-                PAGE=batch.block_size,
-                HEADS=heads,
-                KV_HEADS=num_kv_heads,
-                DIM=dim,
-                DIM_PAD=dim_pad,
-                ROWS=block_m // group,
-                BLOCK_M=block_m,
-                BLOCK_N=tiling.block_n,
-                PARTITION=tiling.partition,
-                SLOTS=tiling.slots,
-                CAPPED=softcap is not None,
-                WINDOWED=window is not None,
-                CODES=len(kv) == 2,
-                FP8=kv[0].dtype is torch.float8_e4m3fn,
-                # the interpreter's product of bfloat16 is not one
-                WIDE=interpreted() and q.dtype is torch.bfloat16,
-                **LAUNCH,
-            )
-            combine_partitions[(piece_rows, heads)](
+            given = (q, as_bytes(kv[0]), kv[-1], prepared.tables, prepared.tasks[begin:end], prepared.context)
+            given = (*given, prepared.first_key, prepared.is_tree, prepared.positions, ends)
+            results = (acc, best, total, q.stride(0), prepared.tables.stride(0), first, num_slots)
+            results = (*results, scale, softcap or 1.0, window or 0)
+            if tiling.fixed:
+                programs = min(num_slots, max(1, _PROGRAMS // ((end - begin) * num_kv_heads)))
+                device.partial_attention[(end - begin, num_kv_heads, programs)](
+                    *given, prepared.paths, *results, PARTITION=tiling.partition, SLOTS=tiling.slots, **shared
+                )
+            else:
+                device.split_attention[(end - begin, num_kv_heads, num_slots)](
+                    *given, prepared.masks, *results, tiling.slots, **shared
+                )
+            device.combine_partitions[(piece_rows, heads)](
                 acc,
                 best,
                 total,
                 prepared.positions,
-                prepared.ends,
+                ends,
                 best if sinks is None else sinks,
                 result,
                 first,
@@ -190,9 +217,10 @@ class TritonAttention(AttentionBackend):
                 DIM_PAD=dim_pad,
                 PARTITION=tiling.partition,
                 SLOTS=tiling.slots,
+                SLOTS_PAD=1 << (tiling.slots - 1).bit_length(),
                 WINDOWED=window is not None,
                 SINKS=sinks is not None,
-                num_warps=1,
+                num_warps=1 if tiling.slots <= 8 else 4,
                 **LAUNCH,
             )
         if flash is not None:
@@ -245,7 +273,7 @@ class TritonAttention(AttentionBackend):
         words, query_start, row_request, context, first_key, is_tree, flat_tables, flat_tasks, ends = (
             device_parts
         )
-        positions = torch.empty(rows, dtype=torch.int32, device=device)
+        positions, lasts = torch.empty((2, rows), dtype=torch.int32, device=device)
         paths = torch.empty((rows, 64), dtype=torch.int32, device=device)
         tree_rows[(rows,)](
             words.view(torch.int64),
@@ -254,6 +282,7 @@ class TritonAttention(AttentionBackend):
             context,
             is_tree,
             positions,
+            lasts,
             paths,
             num_warps=1,
             **LAUNCH,
@@ -267,7 +296,9 @@ class TritonAttention(AttentionBackend):
             tables=flat_tables.view(tables.shape),
             positions=positions,
             ends=ends if whole else positions,
+            lasts=ends if whole else lasts,
             paths=paths,
+            masks=words.view(torch.int64),
             num_keys=int((batch.context_len_np + stored + counts)[own > 0].max(initial=1)),
         )
         batch.cache[key] = made
@@ -290,7 +321,7 @@ class TritonAttention(AttentionBackend):
             layout = _Layout(tasks, *copies)
             self._layouts[requests, n, rows_per_task, device] = layout
         assert static.ancestors.is_contiguous() and static.context.is_contiguous()
-        positions = torch.empty(requests * n, dtype=torch.int32, device=device)
+        positions, lasts = torch.empty((2, requests * n), dtype=torch.int32, device=device)
         paths = torch.empty((requests * n, 64), dtype=torch.int32, device=device)
         tree_rows[(requests * n,)](
             static.ancestors,
@@ -299,13 +330,14 @@ class TritonAttention(AttentionBackend):
             static.context,
             static.is_tree,
             positions,
+            lasts,
             paths,
             num_warps=1,
             **LAUNCH,
         )
         ends = positions
         if whole:
-            ends = (static.context + (n - 1))[:, None].repeat(1, n).flatten()
+            ends = lasts = (static.context + (n - 1))[:, None].repeat(1, n).flatten()
         return _Prepared(
             tasks=layout.tasks,
             tasks_np=layout.tasks_np,
@@ -315,7 +347,9 @@ class TritonAttention(AttentionBackend):
             tables=static.tables,
             positions=positions,
             ends=ends,
+            lasts=lasts,
             paths=paths,
+            masks=static.ancestors,
             num_keys=static.max_keys + n,
         )
 
@@ -333,6 +367,18 @@ class TritonAttention(AttentionBackend):
             pieces.append((begin, end))
             begin = end
         return pieces
+
+
+def _tiling_for(batch: AttentionBatch, group: int, num_kv_heads: int, window: int | None) -> Tiling:
+    """The tiling of a batch for which none was given."""
+    if window is not None and window < MAX_TREE_ROWS:
+        return Tiling()  # a node on a row's path may be outside of its window
+    static = batch.static
+    if static is not None:
+        return free_tiling(static.rows * group, static.context.shape[0] * num_kv_heads, static.max_keys)
+    counts = np.diff(batch.query_start_np)
+    keys = int((batch.context_len_np + counts).max(initial=1))
+    return free_tiling(int(counts.max(initial=1)) * group, len(counts) * num_kv_heads, keys)
 
 
 def _tasks(

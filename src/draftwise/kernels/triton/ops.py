@@ -13,7 +13,7 @@ from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.attending import AttendingOps
 from draftwise.kernels.base import Heads, HeadShape, Linear, Norm, Rope
 from draftwise.kernels.triton import in_torch, rows
-from draftwise.kernels.triton.attention import TritonAttention
+from draftwise.kernels.triton.attention import Tiling, TritonAttention
 from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
 from draftwise.kernels.triton.prompts import PROMPT_ROWS
@@ -78,7 +78,9 @@ class TritonOps(AttendingOps):
         if "attention" in replaced:
             attention = TorchGroupedAttention()
         prompt_rows = None if batch_invariant or "prompts" in replaced else PROMPT_ROWS
-        super().__init__(dtype, device, attention or TritonAttention(prompt_rows=prompt_rows))
+        if attention is None:
+            attention = TritonAttention(Tiling() if batch_invariant else None, prompt_rows=prompt_rows)
+        super().__init__(dtype, device, attention)
         self._replaced = replaced
         self._products = "linear" not in replaced
         self._norm = in_torch.rms_norm if "norm" in replaced else rows.rms_norm

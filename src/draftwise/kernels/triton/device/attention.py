@@ -1,16 +1,19 @@
 """Paged attention for ragged batches. Launched by `kernels.triton.attention`, which documents the arguments' shapes."""
 
+import triton
 import triton.language as tl
 
 from draftwise.kernels.triton.device.compiled import kernel
 from draftwise.kernels.triton.device.fp8 import from_fp8
 
 
-@kernel("positions", "paths")
-def tree_rows(masks, row_request, query_start, context, is_tree, positions, paths):
-    """Per row: its position, and for a row of a tree its path: paths[row, d] = the d-th set bit of its mask.
+@kernel("positions", "lasts", "paths")
+def tree_rows(masks, row_request, query_start, context, is_tree, positions, lasts, paths):
+    """Per row: its position, its last key, and for a row of a tree its path: paths[row, d] = the d-th set bit of its
+    mask.
 
-    Example: context 10, mask 0b1011: position 12, path 0, 1, 3: positions 10, 11, 12 are keys 10, 11 and 13.
+    Example: context 10, mask 0b1011: position 12, last key 13, path 0, 1, 3: positions 10, 11, 12 are keys 10, 11 and
+    13.
     """
     row = tl.program_id(0)
     r = tl.load(row_request + row)
@@ -26,6 +29,8 @@ def tree_rows(masks, row_request, query_start, context, is_tree, positions, path
     tl.store(paths + row * 64 + rank, bit, mask=tl.where(tree != 0, set_bits, 0) > 0)
     depth = tl.sum(set_bits, 0) - 1
     tl.store(positions + row, tl.where(tree != 0, ctx + depth, ctx + row - start))
+    last = tl.max(tl.where(set_bits > 0, bit, -1), 0)
+    tl.store(lasts + row, tl.where(tree != 0, ctx + last, ctx + row - start))
 
 
 @kernel("q", "kv", "scales", "part_acc", "part_max", "part_sum", "q_stride", "scale", "softcap")
@@ -190,6 +195,196 @@ def partial_attention(
             tl.store(part_acc + at_acc, acc, mask=live[:, None] & in_dim[None, :])
 
 
+@triton.jit
+def over_tiles(
+    query,
+    kv,
+    scales,
+    table,
+    bits,
+    pos,
+    end,
+    live,
+    head,
+    ctx,
+    floor,
+    stop,
+    first,
+    last,
+    slots,
+    window,
+    scale,
+    softcap,
+    best,
+    total,
+    acc,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CODES: tl.constexpr,
+    FP8: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """Add every ``slots``-th tile of keys from ``first`` to before ``last`` to the lanes' sums. NODES: keys from the
+    context on are a tree's, of which a lane sees those in its ``bits``."""
+    d = tl.arange(0, DIM_PAD)
+    in_dim = d < DIM
+    offsets = tl.arange(0, BLOCK_N)
+    for tile in tl.range(first, last, slots):
+        p = tile * BLOCK_N + offsets
+        taken = (p >= floor) & (p < stop)
+        page = tl.load(table + p // PAGE, mask=taken, other=0)
+        at = (page.to(tl.int64) * PAGE + p % PAGE) * (2 * KV_HEADS)
+        k = tl.load(
+            kv + (at + head)[None, :] * DIM + d[:, None], mask=taken[None, :] & in_dim[:, None], other=0
+        )
+        v = tl.load(
+            kv + (at + KV_HEADS + head)[:, None] * DIM + d[None, :],
+            mask=taken[:, None] & in_dim[None, :],
+            other=0,
+        )
+        if CODES:
+            k_scale = tl.load(scales + at + head, mask=taken, other=0.0)
+            v_scale = tl.load(scales + at + KV_HEADS + head, mask=taken, other=0.0)
+            if FP8:
+                k = from_fp8(k)
+                v = from_fp8(v)
+            k = k.to(tl.float32) * k_scale[None, :]
+            v = v.to(tl.float32) * v_scale[:, None]
+        k = k.to(query.dtype)
+        v = v.to(query.dtype)
+        scores = tl.dot(query, k, input_precision="ieee") * scale
+        if CAPPED:
+            y = tl.minimum(tl.maximum(scores / softcap, -15.0), 15.0)  # as in `partial_attention`
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
+        seen = live[:, None] & taken[None, :] & (p[None, :] <= end[:, None])
+        near = seen
+        if WINDOWED:
+            near = seen & (pos[:, None] - p[None, :] < window)
+        if NODES:
+            node = tl.maximum(p - ctx, 0).to(tl.int64)
+            own = ((bits[:, None] >> node[None, :]) & 1) != 0
+            near = tl.where((p < ctx)[None, :], near, seen & own)
+        scores = tl.where(near, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        keep = tl.exp(best - safe)
+        weights = tl.exp(scores - safe[:, None])
+        total = total * keep + tl.sum(weights, 1)
+        acc = acc * keep[:, None] + tl.dot(weights.to(query.dtype), v, input_precision="ieee")
+        best = new_best
+    return best, total, acc
+
+
+@kernel("q", "kv", "scales", "part_acc", "part_max", "part_sum", "q_stride", "scale", "softcap")
+def split_attention(
+    q,
+    kv,
+    scales,
+    tables,
+    tasks,
+    context,
+    first_key,
+    is_tree,
+    positions,
+    ends,
+    masks,
+    part_acc,
+    part_max,
+    part_sum,
+    q_stride,
+    table_stride,
+    row_base,
+    num_slots,
+    scale,
+    softcap,
+    window,
+    slots,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CODES: tl.constexpr,
+    FP8: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """`partial_attention` for those who do not ask that a tree's rows have the bits of a chain's: keys are taken as
+    they stand, a tile of a tree's is done once for all lanes, and partitions are tiles. Slot i is a program of its own.
+
+    ``ends``: of a row of a tree its last key. A window is no shorter than the deepest tree, so that nodes on a row's
+    path are always in it.
+    """
+    task = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.program_id(2)
+    r = tl.load(tasks + task * 3)
+    first_row = tl.load(tasks + task * 3 + 1)
+    num_rows = tl.load(tasks + task * 3 + 2)
+    ctx = tl.load(context + r)
+    tree = tl.load(is_tree + r)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    lane = tl.arange(0, BLOCK_M)
+    row = lane // GROUP
+    live = (row < num_rows) & (row < ROWS)
+    pos = tl.load(positions + first_row + row, mask=live, other=-1)
+    end = tl.load(ends + first_row + row, mask=live, other=-1)
+    floor = tl.load(first_key + r)
+    stop = tl.max(end, 0) + 1
+    begin = slot
+    if WINDOWED:
+        seen_from = tl.maximum(tl.min(tl.where(live, pos, 2147483647), 0) - window + 1, 0)
+        floor = tl.maximum(floor, seen_from)
+        # the first tile from there on that belongs here. Example: 4 slots, slot 1, tile 6: 9
+        begin = seen_from // BLOCK_N
+        begin += (slot + slots - begin % slots) % slots
+    last = (stop + BLOCK_N - 1) // BLOCK_N
+    if begin >= last:  # `combine_partitions` reads a row's own slots only
+        return
+    d = tl.arange(0, DIM_PAD)
+    in_dim = d < DIM
+    q_at = (first_row + row).to(tl.int64) * q_stride + (head * GROUP + lane % GROUP) * DIM
+    query = tl.load(q + q_at[:, None] + d[None, :], mask=live[:, None] & in_dim[None, :], other=0.0)
+    if WIDE:
+        query = query.to(tl.float32)
+    acc = tl.zeros((BLOCK_M, DIM_PAD), dtype=tl.float32)
+    best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    table = tables + r * table_stride
+    skipped = floor // BLOCK_N  # keys before it are seen by nobody
+    first = tl.maximum(begin, skipped + (slot + slots - skipped % slots) % slots)
+    plain = last  # from this tile on there are nodes
+    if tree != 0:
+        plain = tl.minimum(ctx // BLOCK_N, last)
+    # fmt: off
+    best, total, acc = over_tiles(
+        query, kv, scales, table, 0, pos, end, live, head, ctx, floor, stop, first, plain, slots, window, scale,
+        softcap, best, total, acc, PAGE, KV_HEADS, DIM, DIM_PAD, BLOCK_N, CAPPED, WINDOWED, CODES, FP8, False,
+    )
+    if tree != 0:
+        bits = tl.load(masks + first_row + row, mask=live, other=0)
+        nodes = tl.maximum(first, plain + (slot + slots - plain % slots) % slots)
+        best, total, acc = over_tiles(
+            query, kv, scales, table, bits, pos, end, live, head, ctx, floor, stop, nodes, last, slots, window,
+            scale, softcap, best, total, acc, PAGE, KV_HEADS, DIM, DIM_PAD, BLOCK_N, CAPPED, WINDOWED, CODES, FP8,
+            True,
+        )
+    # fmt: on
+    at_slot = ((first_row + row - row_base).to(tl.int64) * HEADS + head * GROUP + lane % GROUP) * num_slots + slot
+    tl.store(part_max + at_slot, best, mask=live)
+    tl.store(part_sum + at_slot, total, mask=live)
+    tl.store(part_acc + at_slot[:, None] * DIM + d[None, :], acc, mask=live[:, None] & in_dim[None, :])
+
+
 @kernel("part_acc", "part_max", "part_sum", "sinks", "out")
 def combine_partitions(
     part_acc,
@@ -207,13 +402,13 @@ def combine_partitions(
     DIM_PAD: tl.constexpr,
     PARTITION: tl.constexpr,
     SLOTS: tl.constexpr,
+    SLOTS_PAD: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One row and query head: the slots of its partitions, first to last, and the head's sink, which weighs and gives
-    nothing.
+    """One row and query head: the slots of its partitions at once, and the head's sink, which weighs and gives nothing.
 
-    Example: SLOTS 4, partitions 2 to 8 of a window: slots 2, 3, 0, 1 hold them all.
+    Example: SLOTS 4, partitions 2 to 4 of a window: slots 2, 3 and 0.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -221,23 +416,22 @@ def combine_partitions(
     first = pos * 0
     if WINDOWED:
         first = tl.maximum(pos - window + 1, 0) // PARTITION
-    last = tl.minimum(tl.load(ends + row_base + row) // PARTITION + 1, first + SLOTS)
-    base = (row.to(tl.int64) * HEADS + head) * num_slots
+    count = tl.load(ends + row_base + row) // PARTITION + 1 - first
+    slot = tl.arange(0, SLOTS_PAD)
+    own = (slot < SLOTS) & ((slot + SLOTS - first % SLOTS) % SLOTS < count)
+    at = (row.to(tl.int64) * HEADS + head) * num_slots + slot
     d = tl.arange(0, DIM_PAD)
     in_dim = d < DIM
-    best = tl.load(part_max + base + first % SLOTS)
-    for part in range(first + 1, last):
-        best = tl.maximum(best, tl.load(part_max + base + part % SLOTS))
+    most = tl.load(part_max + at, mask=own, other=float("-inf"))
+    sums = tl.load(part_sum + at, mask=own, other=0.0)
+    acc = tl.load(part_acc + at[:, None] * DIM + d[None, :], mask=own[:, None] & in_dim[None, :], other=0.0)
+    best = tl.max(most, 0)
     if SINKS:
         best = tl.maximum(best, tl.load(sinks + head))
-    total = best * 0.0
+    factor = tl.exp(most - best)
+    total = tl.sum(sums * factor, 0)
     if SINKS:
         total += tl.exp(tl.load(sinks + head) - best)
-    acc = tl.zeros((DIM_PAD,), dtype=tl.float32)
-    for part in range(first, last):
-        slot = base + part % SLOTS
-        factor = tl.exp(tl.load(part_max + slot) - best)
-        total += tl.load(part_sum + slot) * factor
-        acc += tl.load(part_acc + slot * DIM + d, mask=in_dim, other=0.0) * factor
-    at = ((row_base + row).to(tl.int64) * HEADS + head) * DIM
-    tl.store(out + at + d, (acc / total).to(out.dtype.element_ty), mask=in_dim)
+    result = tl.sum(acc * factor[:, None], 0) / total
+    to = ((row_base + row).to(tl.int64) * HEADS + head) * DIM
+    tl.store(out + to + d, result.to(out.dtype.element_ty), mask=in_dim)
