@@ -829,3 +829,22 @@ def test_a_drafter_that_cannot_say_whether_it_takes_part_does_not(
         outputs = llm.generate(engines.prompts, params)
         assert token_ids(outputs) == wanted and outputs[0].metrics.speculation.num_drafts > 1
         assert llm.stats().drafter_failures == {"draft_model.seated": 1}
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_look_ups_that_nobody_configured_take_the_passes_there_are(engines: Engines, method: str) -> None:
+    """A request may name them in any engine; passes of their own, 6 and 17 rows wide, are not captured."""
+    head = next(s for s in engines.chosen if s["method"] == "mtp")
+    assert head["num_speculative_tokens"] < 5
+    options: dict[str, Any] = {"speculative_config": [head], "enable_prefix_caching": False}
+    params = params_of("greedy", method, max_tokens=24)
+    with engines.make(**options) as waiting:
+        wanted = token_ids(waiting.generate(engines.prompts, params))
+    with engines.make(async_scheduling=True, **options) as llm:
+        ordinary = _count_ordinary(llm)
+        found = llm.generate(engines.prompts, params)
+        assert token_ids(found) == wanted
+        assert seats(llm).num_entered >= len(params) and not any(ordinary)
+        told = [o.metrics.speculation for o in found]
+        assert sum(one.num_accepted_tokens for one in told if one is not None) > 0
+        llm.check_integrity()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.fakes.fake_cuda_tensor import CudaTensor, DeviceError, Life, Memory, spoil
-from tests.fakes.flash import flash_forward
+from tests.fakes.flash import flash_forward, mm_wide
 
 TOTAL = 1 << 30
 """Bytes that the device says it has."""
@@ -205,6 +205,8 @@ class FakeCuda:
         if name == "aten::_flash_attention_forward":  # has no CPU form
             self.flashes += 1
             return (self.run(name, flash_forward, args, kwargs),)
+        if name == "aten::mm" and func._overloadname in ("dtype", "dtype_out"):  # has no CPU form
+            return self.run(name, mm_wide, args, kwargs, mutates="out" in kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": None if kwargs["device"] is None else torch.device("cpu")}
         if kwargs.get("pin_memory"):

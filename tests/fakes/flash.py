@@ -47,3 +47,10 @@ def flash_forward(
         scores = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
         out[int(query_start[r]) :][:n] = (scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype)
     return out
+
+
+def mm_wide(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    """``aten::mm`` with results of another type."""
+    assert a.dtype is b.dtype and a.dtype in (torch.float16, torch.bfloat16)
+    product = a.to(out_dtype) @ b.to(out_dtype)
+    return product if out is None else out.copy_(product)

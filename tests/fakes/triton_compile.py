@@ -22,6 +22,7 @@ from draftwise.kernels.triton.device import (
     rates,
     rows,
     seats,
+    split,
     verify,
 )
 
@@ -93,7 +94,7 @@ def main() -> None:
         )
         for block_m in (32, 64):
             build(
-                attention.split_attention,
+                split.split_attention,
                 f"{q} {kv} {scales} {'*i32 ' * 7} *i64 *fp32 *fp32 *fp32 i32 i32 i32 i32 fp32 fp32 i32 i32",
                 **dict(zip(("CAPPED", "WINDOWED", "CODES"), flags, strict=True)),
                 FP8=kv == "*u8",

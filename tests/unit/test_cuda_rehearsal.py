@@ -75,7 +75,15 @@ def draw(given: dict[str, Any]) -> None:
 LAUNCHED = {
     "bandwidth": set(),
     "kernels": {"rms_norm", "silu_mul", "linear", "partial_attention", "combine_partitions", "tree_rows"},
-    "steps": {"gather_rows", "rms_norm", "rope_write", "silu_mul", "linear", "partial_attention", "split_attention"},
+    "steps": {
+        "gather_rows",
+        "rms_norm",
+        "rope_write",
+        "silu_mul",
+        "linear",
+        "partial_attention",
+        "split_attention",
+    },
     "drafting": {"next_rows", "part_of_best", "best_of_all", "draw_sampled"},
     "engines": {"next_rows", "wanted_parts", "walk_trees", "best_of_all"},
     "memory": {"wanted_parts"},

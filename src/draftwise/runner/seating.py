@@ -46,7 +46,7 @@ class Seating:
         """``forced``: what stands for rule greedy, in benchmarks. ``captured``: whether there are passes of so many
         rows per request; a drafter whose drafts need others takes no part."""
         found = {name: Seated.of(name, guard) for name in proposers}
-        found = {name: d for name, d in found.items() if d is not None and captured(1 + d.steps)}
+        found = {name: _fitting(d, captured) for name, d in found.items() if d is not None}
         self.drafters: dict[str, Seated] = {n: d for n, d in found.items() if isinstance(d, Seated)}
         self.look_ups: dict[str, LookUp] = {n: d for n, d in found.items() if isinstance(d, LookUp)}
         self.look_ups |= {n: d.joined.look for n, d in self.drafters.items() if d.joined is not None}
@@ -70,6 +70,10 @@ class Seating:
     def look_of(self, method: str) -> int:
         """The number of a look-up, from 1 on; 0: another method."""
         return self._looking.get(method, 0)
+
+    def _may_draft(self, method: str, budget: int) -> bool:
+        """Whether a plan for so many drafts can be carried out. A look-up that has fewer is given what fits."""
+        return budget >= 1 and (method in self._looking or budget <= self.steps_of(method))
 
     def steps_of(self, method: str) -> int:
         """Most drafts of a method; 0: plain decoding."""
@@ -134,7 +138,7 @@ class Seating:
         if not proposal.tokens and self.decodes_plainly(row, planned):
             return Way("none", rule, "argmax", shaped)
         steps = self.steps_of(speculation.method)
-        if row.drafting_failed or not 1 <= planned.draft_budget <= steps:
+        if row.drafting_failed or not steps or not self._may_draft(speculation.method, planned.draft_budget):
             return None
         drafter = self.drafters.get(speculation.method)
         plan = self.plan_of(speculation.method)
@@ -166,7 +170,7 @@ class Seating:
             return False
         if way.method == "none":
             return self.decodes_plainly(row, planned)
-        return not row.drafting_failed and 1 <= planned.draft_budget <= self.steps_of(way.method)
+        return not row.drafting_failed and self._may_draft(way.method, planned.draft_budget)
 
     def _rule(self, row: Row) -> str | None:
         name, greedy = row.speculation.rule, row.state.is_greedy
@@ -191,6 +195,20 @@ class Seating:
         if seated is None:
             return Place(row.num_tokens, 0, 0)
         return seated.place(row)
+
+
+def _fitting(drafter: Seated | LookUp, captured: Callable[[int], bool]) -> Seated | LookUp | None:
+    """A drafter as the captured passes allow. Look-ups that nobody configured, but which a request may name all the
+    same, have no passes of their own: theirs are those of another drafter, with fewer drafts.
+
+    Example: suffix with 16 drafts beside a configured head of 4: it has 4.
+    """
+    if captured(1 + drafter.steps):
+        return drafter
+    if not isinstance(drafter, LookUp):
+        return None
+    steps = next((n for n in range(drafter.steps - 1, 0, -1) if captured(1 + n)), 0)
+    return drafter._replace(steps=steps) if steps else None
 
 
 def _drafts(plan: TreePlan | None, speculation: Speculation) -> bool:

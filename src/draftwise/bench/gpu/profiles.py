@@ -69,6 +69,11 @@ def profiled(setting: Setting, run: Callable[[], object], runs: int = _RUNS) -> 
 @torch.inference_mode()
 def profile_steps(setting: Setting, report: PartReport) -> None:
     """Steps of one and of many requests, chunks of a prompt behind contexts of several lengths, and the draft loop."""
+    _profile_target(setting, report)
+    _profile_drafts(setting, report)
+
+
+def _profile_target(setting: Setting, report: PartReport) -> None:
     size = setting.size
     layers = min(_LAYERS, size.layers)
     behind = (0, 4 * size.context, 16 * size.context)
@@ -98,8 +103,6 @@ def profile_steps(setting: Setting, report: PartReport) -> None:
             graphed.forward_logits(batch, kv, [chunk - 1])
 
         _report(setting, report, f"a chunk of {chunk} behind {context}, {layers} layers", prompt)
-    del graphed, kv
-    _profile_drafts(setting, report)
 
 
 def _profile_drafts(setting: Setting, report: PartReport) -> None:

@@ -45,7 +45,8 @@ def measure_truth(setting: Setting, report: PartReport) -> None:
         **{k: v for k, v in given.items() if k not in ("architectures", "model_type")}
     )
     with torch.device(setting.device):
-        theirs: Any = transformers.LlamaForCausalLM(config).eval()
+        theirs: Any = transformers.LlamaForCausalLM(config)
+    theirs.eval()
     theirs.load_state_dict(weights)
     weights.clear()
     prompt, parents = size.context // 4, tree_parents(size.tree)
@@ -60,9 +61,9 @@ def measure_truth(setting: Setting, report: PartReport) -> None:
     rounded["prompt in two chunks"] = rounded["prompt"]
     truth["prompt in two chunks"] = truth["prompt"]
     for name, found in ours.items():
-        error, other = (float((x - truth[name]).norm() / truth[name].norm()) for x in (found, rounded[name]))
+        apart, other = (float((x - truth[name]).norm() / truth[name].norm()) for x in (found, rounded[name]))
         most = _MARGIN * other if dtype is not torch.float32 else 1e-4
-        report.at_most(f"{name}: error", error, most, note=f"Transformers in the same type {other:.2g}")
+        report.at_most(f"{name}: error", apart, most, note=f"Transformers in the same type {other:.2g}")
         agree = float((found.argmax(-1) == truth[name].argmax(-1)).float().mean())
         report.add(f"{name}: rows with the truth's best token", agree)
 

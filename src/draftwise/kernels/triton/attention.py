@@ -7,9 +7,9 @@ pass, does not grow with the longest context that a model may have.
 
 There are two kernels for the slots, and one for their sum:
 
-- `partial_attention`, with tiles and partitions of fixed size. Neither the other requests of a batch, nor the number of
-  rows a request has, nor where keys stand, changes an operation that a row sees: a token verified in a tree has the bits
-  of the same token decoded alone.
+- `partial_attention`, with tiles and partitions of fixed size. Neither the other requests of a batch, nor the number
+  of rows a request has, nor where keys stand, changes an operation that a row sees: a token verified in a tree has the
+  bits of the same token decoded alone.
 - `split_attention`, for those who promise nothing of that: the number of slots follows the number of programs that a
   device wants (`free_tiling`), more rows share a tile, and all rows of a tree see its nodes in one tile, through masks.
 """
@@ -70,13 +70,13 @@ def free_tiling(lanes: int, tasks_of_one_row: int, num_keys: int, block_n: int =
         tasks_of_one_row: requests x key/value heads.
         num_keys: of the longest context.
 
-    Example: 32 query heads on 8, 6 rows, contexts of 2048: one request has 32 slots, which are 256 programs; 16
-    requests have 4 each, and so have 64, so that a long one among them is done by more than one program.
+    Example: 32 query heads on 8, contexts of 2048: one request has 32 slots, which are 256 programs; 16 requests have
+    4 each, 64 one. Where contexts may be long there are more, so that one long request is done by many programs.
     """
     slots = _FREE_PROGRAMS // max(1, tasks_of_one_row)
-    least = 4 if num_keys <= 8192 else 16
+    least = 1 if num_keys <= 8192 else 8
     slots = max(least, min(32, 1 << max(0, slots.bit_length() - 1)))
-    return Tiling(32 if lanes <= 32 else 64, block_n, block_n, slots, fixed=False, num_stages=5)
+    return Tiling(32 if lanes <= 32 else 64, block_n, block_n, slots, fixed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _Prepared:
     positions: Tensor  # [T]
     ends: Tensor
     """[T], the last position that a row may see: its own, or of `whole` requests their last row's."""
-    lasts: Tensor  # [T], the last key that a row may see, where it stands: of a tree's row its own; else `ends`
+    lasts: Tensor  # [T], the last key that a row may see: of a tree's row where it stands itself, else `ends`
     paths: Tensor  # [T, 64]; of a tree's row, its d-th ancestor's row in the tree; else undefined
     masks: Tensor  # [T] int64, of a tree's row the rows of the tree on its path
     num_keys: int  # the largest position + 1 that any row may have
@@ -147,6 +147,7 @@ class TritonAttention(AttentionBackend):
         whole: bool = False,
     ) -> Tensor:
         from draftwise.kernels.triton.device import attention as device
+        from draftwise.kernels.triton.device import split
 
         rows, heads, dim = q.shape
         result = q.new_empty(rows, heads * dim) if out is None else out
@@ -188,9 +189,24 @@ class TritonAttention(AttentionBackend):
             piece_rows = int(prepared.tasks_np[end - 1, 1] + prepared.tasks_np[end - 1, 2]) - first
             acc = torch.empty((piece_rows, heads, num_slots, dim), dtype=torch.float32, device=q.device)
             best, total = torch.empty((2, piece_rows, heads, num_slots), dtype=torch.float32, device=q.device)
-            given = (q, as_bytes(kv[0]), kv[-1], prepared.tables, prepared.tasks[begin:end], prepared.context)
+            given: tuple[Any, ...] = (
+                q,
+                as_bytes(kv[0]),
+                kv[-1],
+                prepared.tables,
+                prepared.tasks[begin:end],
+                prepared.context,
+            )
             given = (*given, prepared.first_key, prepared.is_tree, prepared.positions, ends)
-            results = (acc, best, total, q.stride(0), prepared.tables.stride(0), first, num_slots)
+            results: tuple[Any, ...] = (
+                acc,
+                best,
+                total,
+                q.stride(0),
+                prepared.tables.stride(0),
+                first,
+                num_slots,
+            )
             results = (*results, scale, softcap or 1.0, window or 0)
             if tiling.fixed:
                 programs = min(num_slots, max(1, _PROGRAMS // ((end - begin) * num_kv_heads)))
@@ -198,7 +214,7 @@ class TritonAttention(AttentionBackend):
                     *given, prepared.paths, *results, PARTITION=tiling.partition, SLOTS=tiling.slots, **shared
                 )
             else:
-                device.split_attention[(end - begin, num_kv_heads, num_slots)](
+                split.split_attention[(end - begin, num_kv_heads, num_slots)](
                     *given, prepared.masks, *results, tiling.slots, **shared
                 )
             device.combine_partitions[(piece_rows, heads)](

@@ -160,6 +160,8 @@ def linear(
     rows, outputs = x.shape[0], layer.weight.shape[0]
     assert x.shape[1] == layer.inputs
     if layer.bits == 16 and not layer.invariant:
+        if dtype is torch.float32 and layer.bias is None and x.is_cuda and x.dtype is not dtype:
+            return _widened(x, layer.weight, out)
         product = torch.nn.functional.linear(x, layer.weight, layer.bias)
         return product.to(dtype or x.dtype) if out is None else out.copy_(product)
     result = torch.empty((rows, outputs), dtype=dtype or x.dtype, device=x.device) if out is None else out
@@ -201,6 +203,13 @@ def linear(
     if apart:
         _add_parts(sums, None, layer, result)
     return result
+
+
+def _widened(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    """``x`` @ ``weight``.T in float32 as it was summed: logits are then not rounded, and read and written once less."""
+    if out is not None:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def _readable(codes: Tensor) -> Tensor:

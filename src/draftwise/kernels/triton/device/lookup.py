@@ -13,11 +13,15 @@ def alike(places, base, stop, line, known, longest, TILE: tl.constexpr):
     place = base + tl.arange(0, TILE).to(tl.int64)
     agree = place < stop
     length = place * 0
-    for i in range(longest):
+    i = longest * 0
+    left = longest
+    while i < left:
         agree = agree & (place >= i)
         last = tl.load(line + known - 1 - i)
         agree = agree & (tl.load(places + place - i, mask=agree, other=-2) == last)
         length += tl.where(agree, 1, 0)
+        i += 1
+        left = tl.where(tl.max(agree.to(tl.int32), 0) > 0, longest, i)  # most tiles end after a token or two
     return place, length
 
 
