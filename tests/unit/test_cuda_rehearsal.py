@@ -105,7 +105,8 @@ def test_a_part_of_the_benchmark_comes_to_its_end(launches: Launches, device: Fa
     if part == "memory":
         assert all(line.met for line in report.lines if line.met is not None)
     if part == "attention":
-        assert [line.value for line in report.lines if "flex" in line.name] == ["refused: RuntimeError"] * 2
+        found = [str(line.value) for line in report.lines if "flex" in line.name]
+        assert len(found) == 2 and all(value.startswith("refused: ") for value in found)
 
 
 def test_every_part_is_rehearsed() -> None:
