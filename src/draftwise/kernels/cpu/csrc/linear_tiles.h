@@ -17,6 +17,13 @@
 #include "tiles.h"
 #include "vec.h"
 
+#ifndef DW_TILE_AHEAD
+#define DW_TILE_AHEAD 2
+#endif
+#ifndef DW_TILE_LATE
+#define DW_TILE_LATE 1
+#endif
+
 namespace dw {
 namespace {
 
@@ -103,6 +110,45 @@ inline const uint8_t* chunk_of(const Tile& t, const uint8_t* units, int64_t coun
   return chunk.steps[0];
 }
 
+// Weights of a panel that are widened chunk by chunk, some chunks before they are multiplied: a tile cannot be loaded from
+// what a store has not yet written to the cache. `group_units`, `header`: of each group; without groups, all units and 0.
+template <Format F, class Expand>
+class Widened {
+ public:
+  Widened(const Tile& t, int64_t group_units, int64_t header)
+      : t_(t), group_units_(group_units), header_(header), at_(t.w + header), left_(group_units), end_(t.w + t.bytes) {
+    for (int c = 0; c < kAhead; ++c) widen();
+  }
+  // The next chunk.
+  const uint8_t* take() {
+    widen();
+    return chunks_[taken_++ % kChunks].steps[0];
+  }
+
+ private:
+  static constexpr int kSteps = F == W_I8 || F == W_I4_DYN ? 2 : 4;
+  static constexpr int64_t kUnits = kChunkSteps / kSteps;
+  static constexpr int kAhead = DW_TILE_AHEAD, kChunks = 4;  // kAhead < kChunks
+  void widen() {
+    if (at_ >= end_) return;
+    const int64_t count = left_ < kUnits ? left_ : kUnits;
+    chunk_of<F, Expand>(t_, at_, count, chunks_[made_++ % kChunks]);
+    at_ += count * kUnitBytes;
+    left_ -= count;
+    if (left_ == 0) {
+      at_ += header_;
+      left_ = group_units_;
+    }
+  }
+  const Tile& t_;
+  const int64_t group_units_, header_;
+  const uint8_t* at_;
+  int64_t left_;
+  const uint8_t* const end_;
+  unsigned made_ = 0, taken_ = 0;
+  Chunk chunks_[kChunks];
+};
+
 // W_BF16, W_I8, W_I8_DYN.
 template <Format F, class Expand>
 void tiles_plain(const Tile& t) {
@@ -120,19 +166,49 @@ void tiles_plain(const Tile& t) {
     load_sums(t, upper, t.sums);
   else
     zero_sums(t, upper);
-  Chunk chunks[2];
   const auto* x = reinterpret_cast<const uint8_t*>(t.x);
-  int turn = 0;
-  for (int64_t u = 0; u < t.units; u += kUnits, turn ^= 1) {
-    const int64_t count = t.units - u < kUnits ? t.units - u : kUnits;
-    prefetch_after(t, u * kUnitBytes, count * kUnitBytes);
-    add_chunk<kBytes>(t, upper, x, chunk_of<F, Expand>(t, t.w + u * kUnitBytes, count, chunks[turn]));
-    x += kTileBytes;
+  const auto each = [&](auto&& weights) {
+    for (int64_t u = 0; u < t.units; u += kUnits) {
+      const int64_t count = t.units - u < kUnits ? t.units - u : kUnits;
+      prefetch_after(t, u * kUnitBytes, count * kUnitBytes);
+      add_chunk<kBytes>(t, upper, x, weights(u, count));
+      x += kTileBytes;
+    }
+  };
+  if constexpr (F == W_I8) {
+    Widened<F, Expand> widened(t, t.units, 0);
+    each([&](int64_t, int64_t) { return widened.take(); });
+  } else {
+    Chunk last;  // a short one is put together
+    each([&](int64_t u, int64_t count) { return chunk_of<F, Expand>(t, t.w + u * kUnitBytes, count, last); });
   }
   store_sums(t, upper, t.sums);
 }
 
-// W_I4, W_I4_DYN: the sum of a group is scaled and added to the total, as on every other level.
+// The sum of group g, whose header is at `at`, is scaled and added to the total, as on every other level.
+template <bool kBytes>
+inline void add_group(const Tile& t, int64_t g, const uint8_t* at, const float* group) {
+  vf scale[2], shift[2] = {splat(0.0f), splat(0.0f)};
+  for (int v = 0; v < 2; ++v) {
+    scale[v] = load(reinterpret_cast<const f16*>(at) + v * 16);
+    if (t.zeros) shift[v] = (splat(0.0f) - scale[v]) * load(reinterpret_cast<const int8_t*>(at) + kHeader + v * 16);
+  }
+  for (int r = 0; r < t.rows; ++r) {
+    const int32_t offset = kBytes ? static_cast<const int32_t*>(t.x_sums)[g * t.rows + r] : 0;
+    const float x_sum = kBytes ? float(offset) * -0.125f : static_cast<const float*>(t.x_sums)[g * t.rows + r];
+    for (int v = 0; v < 2; ++v) {
+      float* to = t.sums + r * kPanel + v * 16;
+      vf value = load(group + r * kPanel + v * 16);
+      if (kBytes) value = __builtin_convertvector((vi)value + splat_i(offset), vf);
+      vf total = fma(value, scale[v], g == 0 && !t.load ? splat(0.0f) : load(to));
+      if (t.zeros) total = fma(shift[v], splat(x_sum), total);
+      store(to, total);
+    }
+  }
+}
+
+// W_I4, W_I4_DYN. The sums of a group are read back after the instructions of the next one are on their way: what a tile
+// has stored is read late, too.
 template <Format F, class Expand>
 void tiles_grouped(const Tile& t) {
   constexpr bool kBytes = F == W_I4_DYN;
@@ -141,40 +217,23 @@ void tiles_grouped(const Tile& t) {
   const int upper = upper_rows(t.rows);
   shape_tiles(t.rows);
   const int64_t groups = t.units / t.group_units, header = t.zeros ? 2 * kHeader : kHeader;
-  const uint8_t* at = t.w;
-  Chunk chunks[2];
-  alignas(64) float group[2 * kTileRows * kPanel];
-  int turn = 0;
+  const int64_t bytes = header + t.group_units * kUnitBytes;
+  Widened<F, Expand> weights(t, t.group_units, header);
+  alignas(64) float sums[2][2 * kTileRows * kPanel];
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t bytes = header + t.group_units * kUnitBytes;
-    prefetch_after(t, at - t.w, bytes);
+    prefetch_after(t, g * bytes, bytes);
     zero_sums(t, upper);
     const auto* x = reinterpret_cast<const uint8_t*>(t.x) + g * t.group_units * kSteps * 4;
-    for (int64_t u = 0; u < t.group_units; u += kUnits, turn ^= 1) {
-      const int64_t count = t.group_units - u < kUnits ? t.group_units - u : kUnits;
-      add_chunk<kBytes>(t, upper, x, chunk_of<F, Expand>(t, at + header + u * kUnitBytes, count, chunks[turn]));
-      x += kTileBytes;
-    }
-    store_sums(t, upper, group);
-    vf scale[2], shift[2] = {splat(0.0f), splat(0.0f)};
-    for (int v = 0; v < 2; ++v) {
-      scale[v] = load(reinterpret_cast<const f16*>(at) + v * 16);
-      if (t.zeros) shift[v] = (splat(0.0f) - scale[v]) * load(reinterpret_cast<const int8_t*>(at) + kHeader + v * 16);
-    }
-    for (int r = 0; r < t.rows; ++r) {
-      const int32_t offset = kBytes ? static_cast<const int32_t*>(t.x_sums)[g * t.rows + r] : 0;
-      const float x_sum = kBytes ? float(offset) * -0.125f : static_cast<const float*>(t.x_sums)[g * t.rows + r];
-      for (int v = 0; v < 2; ++v) {
-        float* to = t.sums + r * kPanel + v * 16;
-        vf value = load(group + r * kPanel + v * 16);
-        if (kBytes) value = __builtin_convertvector((vi)value + splat_i(offset), vf);
-        vf total = fma(value, scale[v], g == 0 && !t.load ? splat(0.0f) : load(to));
-        if (t.zeros) total = fma(shift[v], splat(x_sum), total);
-        store(to, total);
-      }
-    }
-    at += bytes;
+    for (int64_t u = 0; u < t.group_units; u += kUnits, x += kTileBytes) add_chunk<kBytes>(t, upper, x, weights.take());
+    store_sums(t, upper, sums[g & 1]);
+#if DW_TILE_LATE
+    if (g > 0) add_group<kBytes>(t, g - 1, t.w + (g - 1) * bytes, sums[(g - 1) & 1]);
   }
+  add_group<kBytes>(t, groups - 1, t.w + (groups - 1) * bytes, sums[(groups - 1) & 1]);
+#else
+    add_group<kBytes>(t, g, t.w + g * bytes, sums[g & 1]);
+  }
+#endif
 }
 
 }  // namespace
