@@ -15,10 +15,11 @@ from draftwise.errors import ConfigError
 from draftwise.kernels.base import Ops
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
-from draftwise.kernels.triton.attention import Tiling, TritonAttention
+from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.linear import LinearTiling
 from draftwise.kernels.triton.ops import TritonOps
+from draftwise.kernels.triton.tiling import Tiling
 from draftwise.kv.storage import KVStorage
 from draftwise.models.general.assembled import AssembledDecoder
 from draftwise.models.inputs import RowInput, build_step_input

@@ -192,9 +192,10 @@ def test_pieces_on_a_pretended_device(tmp_path: Path) -> None:
     from tests.fakes.fake_cuda import fake_cuda
     from tests.fakes.fake_cuda_triton import fake_launches
 
-    from draftwise.kernels.triton.attention import Tiling, TritonAttention
+    from draftwise.kernels.triton.attention import TritonAttention
     from draftwise.kernels.triton.linear import LinearTiling
     from draftwise.kernels.triton.ops import TritonOps
+    from draftwise.kernels.triton.tiling import Tiling
 
     def tokens(count: int) -> np.ndarray:
         return np.random.default_rng(count).integers(3, VOCAB, count).astype(np.int32)

@@ -18,10 +18,11 @@ from draftwise.graphs.buffers import Shape
 from draftwise.graphs.capture import Captures
 from draftwise.graphs.decoder import GraphedDecoder, on_device
 from draftwise.graphs.plans import TreePlan
-from draftwise.kernels.triton.attention import Tiling, TritonAttention
+from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.linear import LinearTiling
 from draftwise.kernels.triton.ops import TritonOps
+from draftwise.kernels.triton.tiling import Tiling
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input

@@ -17,9 +17,10 @@ from tests.unit.test_triton_attention import DEVICE, SMALL, TWICE, filled_cache
 
 from draftwise.attention.reference import ReferenceAttention
 from draftwise.kernels.triton import prompts
-from draftwise.kernels.triton.attention import Tiling, TritonAttention
+from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.ops import TritonOps
+from draftwise.kernels.triton.tiling import Tiling
 from draftwise.types import AttentionBatch
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="a device has the true one: tests/gpu")

@@ -11,7 +11,7 @@ There are two kernels for the slots, and one for their sum:
   of rows a request has, nor where keys stand, changes an operation that a row sees: a token verified in a tree has the
   bits of the same token decoded alone.
 - `split_attention`, for those who promise nothing of that: the number of slots follows the number of programs that a
-  device wants (`free_tiling`), more rows share a tile, and all rows of a tree see its nodes in one tile, through masks.
+  device wants (`tiling.free_tiling`), more rows share a tile, and all rows of a tree see its nodes in one tile, through masks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from draftwise.attention.base import MAX_TREE_ROWS, AttentionBackend
 from draftwise.kernels.triton.availability import LAUNCH, interpreted
 from draftwise.kernels.triton.prompts import flash_serves, prompt_attention, prompt_requests, prompt_runs
 from draftwise.kernels.triton.rows import as_bytes
+from draftwise.kernels.triton.tiling import Tiling, tiling_for
 from draftwise.transfer import parts_to_device
 from draftwise.types import AttentionBatch, StaticRows
 
@@ -36,47 +37,9 @@ _CACHE_KEY: Final = "triton"
 _WORKSPACE_BYTES: Final = 64 << 20
 """The most bytes of partial results (unless one task needs more): a long prefill is launched in pieces."""
 
-_FREE_PROGRAMS: Final = 512
-"""The number of programs that a free tiling looks for: about four for each multiprocessor of a large device."""
-
 _PROGRAMS: Final = 2048
 """The approximate number of programs of a launch, for any context: enough for every device. Results do not depend on
 it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Sizes that decide the order of every sum: fixed for a backend. ``partition`` is a multiple of ``block_n``."""
-
-    block_m: int = 16  # lanes (rows x query heads of a group) of a program, if a group is not wider
-    block_n: int = 64  # positions of a tile
-    partition: int = 256  # positions of a partition
-    slots: int = 32  # of a row: with one key/value head and one request as many programs
-    fixed: bool = True  # by `partial_attention`; else by `split_attention`, whose partitions are tiles
-    num_warps: int = 4
-    num_stages: int = 3  # of `split_attention`: tiles that are loaded ahead, pages a step before
-
-    def __post_init__(self) -> None:
-        assert self.block_m >= 16 and self.block_n >= 16 and self.partition % self.block_n == 0
-        assert self.fixed or self.partition == self.block_n
-
-
-def free_tiling(lanes: int, tasks_of_one_row: int, num_keys: int, block_n: int = 64) -> Tiling:
-    """What `split_attention` runs with.
-
-    Args:
-        lanes: rows x query heads of a group of the request with the most rows. Requests of 1 and of 8 rows have the
-            same tiles if a group has up to four heads: verification then has the bits of plain decoding.
-        tasks_of_one_row: requests x key/value heads.
-        num_keys: of the longest context.
-
-    Example: 32 query heads on 8, contexts of 2048: one request has 32 slots, which are 256 programs; 16 requests have
-    4 each, 64 one. Where contexts may be long there are more, so that one long request is done by many programs.
-    """
-    slots = _FREE_PROGRAMS // max(1, tasks_of_one_row)
-    least = 1 if num_keys <= 8192 else 8
-    slots = max(least, min(32, 1 << max(0, slots.bit_length() - 1)))
-    return Tiling(32 if lanes <= 32 else 64, block_n, block_n, slots, fixed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +74,7 @@ class _Layout:
 class TritonAttention(AttentionBackend):
     """On a CUDA device, or on the CPU in Triton's interpreter.
 
-    ``tiling``: the same for all batches; None: chosen for each (`free_tiling`).
+    ``tiling``: the same for all batches; None: chosen for each (`tiling_for`).
 
     ``prompt_rows``: chunks of prompts of so many rows and more go through torch's flash attention where it serves
     (`triton.prompts`); their bits then depend on how a prompt is cut. None: no chunk does.
@@ -155,7 +118,7 @@ class TritonAttention(AttentionBackend):
             return result
         assert q.stride(2) == 1 and q.stride(1) == dim and result.is_contiguous()
         group = heads // num_kv_heads
-        tiling = self._tiling or _tiling_for(batch, group, num_kv_heads, window)
+        tiling = self._tiling or tiling_for(q, batch, num_kv_heads, window)
         block_m = max(tiling.block_m, 1 << (group - 1).bit_length())
         flash = self._prompt_rows
         if whole or batch.static is not None or not flash_serves(q, kv, softcap, sinks):
@@ -182,6 +145,7 @@ class TritonAttention(AttentionBackend):
             "WIDE": interpreted() and q.dtype is torch.bfloat16,
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
+            **({} if tiling.most_registers is None else {"maxnreg": tiling.most_registers}),
             **LAUNCH,
         }
         for begin, end in self._pieces(prepared.tasks_np, per_row):
@@ -383,18 +347,6 @@ class TritonAttention(AttentionBackend):
             pieces.append((begin, end))
             begin = end
         return pieces
-
-
-def _tiling_for(batch: AttentionBatch, group: int, num_kv_heads: int, window: int | None) -> Tiling:
-    """The tiling of a batch for which none was given."""
-    if window is not None and window < MAX_TREE_ROWS:
-        return Tiling()  # a node on a row's path may be outside of its window
-    static = batch.static
-    if static is not None:
-        return free_tiling(static.rows * group, static.context.shape[0] * num_kv_heads, static.max_keys)
-    counts = np.diff(batch.query_start_np)
-    keys = int((batch.context_len_np + counts).max(initial=1))
-    return free_tiling(int(counts.max(initial=1)) * group, len(counts) * num_kv_heads, keys)
 
 
 def _tasks(

@@ -13,10 +13,11 @@ from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.attending import AttendingOps
 from draftwise.kernels.base import Heads, HeadShape, Linear, Norm, Rope
 from draftwise.kernels.triton import in_torch, rows
-from draftwise.kernels.triton.attention import Tiling, TritonAttention
+from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
 from draftwise.kernels.triton.prompts import PROMPT_ROWS
+from draftwise.kernels.triton.tiling import Tiling
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize
 

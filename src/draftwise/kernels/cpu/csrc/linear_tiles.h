@@ -17,13 +17,6 @@
 #include "tiles.h"
 #include "vec.h"
 
-#ifndef DW_TILE_AHEAD
-#define DW_TILE_AHEAD 2
-#endif
-#ifndef DW_TILE_LATE
-#define DW_TILE_LATE 1
-#endif
-
 namespace dw {
 namespace {
 
@@ -128,7 +121,7 @@ class Widened {
  private:
   static constexpr int kSteps = F == W_I8 || F == W_I4_DYN ? 2 : 4;
   static constexpr int64_t kUnits = kChunkSteps / kSteps;
-  static constexpr int kAhead = DW_TILE_AHEAD, kChunks = 4;  // kAhead < kChunks
+  static constexpr int kAhead = 2, kChunks = 4;  // kAhead < kChunks
   void widen() {
     if (at_ >= end_) return;
     const int64_t count = left_ < kUnits ? left_ : kUnits;
@@ -207,8 +200,7 @@ inline void add_group(const Tile& t, int64_t g, const uint8_t* at, const float* 
   }
 }
 
-// W_I4, W_I4_DYN. The sums of a group are read back after the instructions of the next one are on their way: what a tile
-// has stored is read late, too.
+// W_I4, W_I4_DYN.
 template <Format F, class Expand>
 void tiles_grouped(const Tile& t) {
   constexpr bool kBytes = F == W_I4_DYN;
@@ -219,21 +211,15 @@ void tiles_grouped(const Tile& t) {
   const int64_t groups = t.units / t.group_units, header = t.zeros ? 2 * kHeader : kHeader;
   const int64_t bytes = header + t.group_units * kUnitBytes;
   Widened<F, Expand> weights(t, t.group_units, header);
-  alignas(64) float sums[2][2 * kTileRows * kPanel];
+  alignas(64) float sums[2 * kTileRows * kPanel];
   for (int64_t g = 0; g < groups; ++g) {
     prefetch_after(t, g * bytes, bytes);
     zero_sums(t, upper);
     const auto* x = reinterpret_cast<const uint8_t*>(t.x) + g * t.group_units * kSteps * 4;
     for (int64_t u = 0; u < t.group_units; u += kUnits, x += kTileBytes) add_chunk<kBytes>(t, upper, x, weights.take());
-    store_sums(t, upper, sums[g & 1]);
-#if DW_TILE_LATE
-    if (g > 0) add_group<kBytes>(t, g - 1, t.w + (g - 1) * bytes, sums[(g - 1) & 1]);
+    store_sums(t, upper, sums);
+    add_group<kBytes>(t, g, t.w + g * bytes, sums);
   }
-  add_group<kBytes>(t, groups - 1, t.w + (groups - 1) * bytes, sums[(groups - 1) & 1]);
-#else
-    add_group<kBytes>(t, g, t.w + g * bytes, sums[g & 1]);
-  }
-#endif
 }
 
 }  // namespace
