@@ -43,7 +43,7 @@ def test_a_part_comes_to_its_end(part: str) -> None:
 
 def test_speculation_has_the_acceptance_that_was_asked_for() -> None:
     report = command.run_part("engines", "cpu", True)
-    notes = [line.note for line in report.lines if "speculation / plain" in line.name]
+    notes = [line.note for line in report.lines if "drafts / plain" in line.name]
     assert notes and all("tokens per step" in note for note in notes)
 
 

@@ -33,8 +33,8 @@ from draftwise.types import Speculation
 from draftwise.verify.base import BatchRules
 from draftwise.verify.rates import SyntheticAcceptance
 
-_WANTED = {1: 2.3, 16: 1.7, 64: 1.0, 256: 1.0}
-"""Speed over plain decoding at an acceptance of `_LENGTH` tokens per step, by batch size."""
+_WANTED = {1: 2.3, 16: 1.7, 64: 1.4, 256: 0.0}
+"""Speed over plain decoding at an acceptance of `_LENGTH` tokens per step, by batch size: 256 is more than pays."""
 _LENGTH = 3.0
 PLAIN = Speculation("none", 0, "greedy")
 SPECULATIVE = Speculation("eagle3", DRAFTS, "greedy")
@@ -87,7 +87,9 @@ class BenchEngine:
         )
         if ahead:
             executor = ThreadedExecutor(executor)
-        controller: Controller = AdaptiveController() if adaptive else StaticController()
+        controller: Controller = StaticController()
+        if adaptive:  # as `engine.builder` makes it: the head reads what the target computes
+            controller = AdaptiveController(observing={"eagle3"}, ahead=ahead)
         rows = max(self.setting.size.prefill, self.max_num_seqs * (1 + DRAFTS))
         scheduler = Scheduler(
             SchedulerConfig(self.max_num_seqs, rows),
@@ -165,7 +167,8 @@ def blocks_for(setting: Setting) -> int:
 
 
 def measure_engines(setting: Setting, report: PartReport) -> None:
-    """Plain decoding, then five drafts with an acceptance of three tokens per step, at every batch size."""
+    """Plain decoding, drafts with an acceptance of three tokens per step, and adaptive control, at every batch size:
+    steps that stay on the device, as engines have them on a GPU by default, and those that wait."""
     size = setting.size
     engine = BenchEngine(setting, max(requests for requests, _ in size.batches), blocks_for(setting))
     begun = time.perf_counter()
@@ -173,39 +176,36 @@ def measure_engines(setting: Setting, report: PartReport) -> None:
     setting.synchronize()
     report.add("capturing everything", time.perf_counter() - begun, "s")
     for requests, prompt in size.batches:
-        name = f"batch {requests}, prompts of {prompt}"
-        core = engine.core()
-        plain, step, _ = engine.decode(core, requests, prompt, PLAIN, size.steps)
-        report.add(f"{name}: plain", plain, "tokens/s", note=f"{step * 1e3:.2f} ms a step")
-        rate, wide, length = engine.decode(core, requests, prompt, SPECULATIVE, size.steps)
-        note = f"{rate:.0f} tokens/s, {wide * 1e3:.2f} ms a step, {length:.2f} tokens per step"
-        if requests <= 16:
-            report.at_least(
-                f"{name}: speculation / plain", rate / plain, _WANTED.get(requests, 0.0), "x", note
-            )
-        else:
-            report.add(f"{name}: speculation, always / plain", rate / plain, "x", note=note)
-            learning = engine.core(adaptive=True)
-            rate, wide, length = engine.decode(
-                learning, requests, prompt, SPECULATIVE, size.steps, warm=3 * size.steps
-            )
-            note = f"{rate:.0f} tokens/s, {wide * 1e3:.2f} ms a step, {length:.2f} tokens per step"
-            wanted = _WANTED.get(requests, 0.0) - 0.02  # the controller's promise: at most 2 % lost
-            report.at_least(f"{name}: speculation, adaptive / plain", rate / plain, wanted, "x", note)
-        ahead = engine.core(ahead=True)
-        alone, _, _ = engine.decode(ahead, requests, prompt, PLAIN, size.steps)
-        rate, step, length = engine.decode(ahead, requests, prompt, SPECULATIVE, size.steps)
-        _say_who_stays(report, name, ahead)
-        ahead.executor.close()
-        base = f"{name}: plain, on the device / plain"
-        report.add(base, alone / plain, "x", note=f"{alone:.0f} tokens/s")
-        note = f"{rate:.0f} tokens/s, {step * 1e3:.2f} ms a step, {length:.2f} tokens per step"
-        wanted = _WANTED.get(requests, 0.0)
-        report.at_least(f"{name}: speculation / plain, both on the device", rate / alone, wanted, "x", note)
-        if requests <= 16:
-            _compare_gap(engine, report, name, requests, prompt, wide, step)
+        _measure_batch(engine, report, requests, prompt)
     if setting.cuda:
         _count_waits(engine, report)
+
+
+def _measure_batch(engine: BenchEngine, report: PartReport, requests: int, prompt: int) -> None:
+    name, steps = f"batch {requests}, prompts of {prompt}", engine.setting.size.steps
+    wanted = _WANTED.get(requests, 0.0)
+    waiting = engine.core()
+    slow, step, _ = engine.decode(waiting, requests, prompt, PLAIN, steps)
+    report.add(f"{name}: plain, waiting", slow, "tokens/s", note=f"{step * 1e3:.2f} ms a step")
+    rate, wide, length = engine.decode(waiting, requests, prompt, SPECULATIVE, steps)
+    note = f"{rate:.0f} tokens/s, {wide * 1e3:.2f} ms a step, {length:.2f} tokens per step"
+    report.add(f"{name}: {DRAFTS} drafts, waiting / plain, waiting", rate / slow, "x", note=note)
+    ahead = engine.core(ahead=True)
+    plain, step, _ = engine.decode(ahead, requests, prompt, PLAIN, steps)
+    report.add(f"{name}: plain", plain, "tokens/s", note=f"{step * 1e3:.2f} ms a step")
+    rate, seated, length = engine.decode(ahead, requests, prompt, SPECULATIVE, steps)
+    _say_who_stays(report, name, ahead)
+    ahead.executor.close()
+    note = f"{rate:.0f} tokens/s, {seated * 1e3:.2f} ms a step, {length:.2f} tokens per step"
+    report.at_least(f"{name}: {DRAFTS} drafts / plain", rate / plain, wanted, "x", note)
+    learning = engine.core(adaptive=True, ahead=True)
+    rate, step, length = engine.decode(learning, requests, prompt, SPECULATIVE, steps, warm=3 * steps)
+    learning.executor.close()
+    note = f"{rate:.0f} tokens/s, {step * 1e3:.2f} ms a step, {length:.2f} tokens per step"
+    # the controller's promise: at most 2 % lost
+    report.at_least(f"{name}: drafts when they pay / plain", rate / plain, 0.98, "x", note)
+    if requests <= 16:
+        _compare_gap(engine, report, name, requests, prompt, wide, seated)
 
 
 def _say_who_stays(report: PartReport, name: str, core: EngineCore) -> None:

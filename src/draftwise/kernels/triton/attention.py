@@ -11,7 +11,8 @@ There are two kernels for the slots, and one for their sum:
   of rows a request has, nor where keys stand, changes an operation that a row sees: a token verified in a tree has the
   bits of the same token decoded alone.
 - `split_attention`, for those who promise nothing of that: the number of slots follows the number of programs that a
-  device wants (`tiling.free_tiling`), more rows share a tile, and all rows of a tree see its nodes in one tile, through masks.
+  device wants (`tiling.free_tiling`), more rows share a tile, and all rows of a tree see its nodes in one tile, through
+  masks.
 """
 
 from __future__ import annotations
