@@ -19,6 +19,7 @@ from draftwise.kernels.triton.device import (
     inputs,
     linear,
     lookup,
+    narrow,
     rates,
     rows,
     seats,
@@ -121,6 +122,14 @@ def main() -> None:
             WINDOWED=True,
             SINKS=sinks,
         )
+    build(
+        narrow.narrow_linear,
+        "*bf16 *bf16 *fp32 i32 i32 i32 i32",
+        BLOCK_M=16,
+        BLOCK_N=16,
+        BLOCK_K=256,
+        WIDE=False,
+    )
     build(attention.tree_rows, "*i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32")
     build(rows.rms_norm, "*bf16 *bf16 *fp32 *bf16 i32 i32 i32 fp32", ADD=True, BLOCK=4096)
     build(rows.silu_mul, "*bf16 *bf16 i32 i32", BLOCK=1024)

@@ -13,7 +13,14 @@ from draftwise.kernels.base import HeadShape
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kernels.triton import rows
 from draftwise.kernels.triton.availability import interpreted
-from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, linear, pack_pairs, pack_quantized
+from draftwise.kernels.triton.linear import (
+    LinearTiling,
+    TritonLinear,
+    linear,
+    narrow,
+    pack_pairs,
+    pack_quantized,
+)
 from draftwise.kernels.triton.ops import TritonOps
 from draftwise.kernels.walk import Walk
 from draftwise.kv.storage import LARGEST, KVLayerSpec, KVStorage
@@ -190,6 +197,21 @@ def test_parts_of_k_have_the_same_bits_in_one_program_and_in_several(dtype: torc
         torch.testing.assert_close(whole.float(), expected, atol=2 * top * LIMITS[dtype], rtol=0)
         for count in (1, 16):
             assert torch.equal(linear(x[1 : 1 + count], layer), whole[1 : 1 + count])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_products_of_a_few_rows(dtype: torch.dtype, rows: int) -> None:
+    """Rows that lie apart, outputs that are no whole block, results of the rows' type and of float32."""
+    x = torch.randn((rows, 600), generator=torch.Generator().manual_seed(1)).to(dtype)[:, :512]
+    weight = torch.randn((37, 512), generator=torch.Generator().manual_seed(2)).to(dtype)
+    wanted = x.double() @ weight.double().T
+    for kind in (dtype, torch.float32):
+        out = torch.full((rows, 37), float("nan"), dtype=kind, device=DEVICE)
+        found = narrow(x.to(DEVICE), weight.to(DEVICE), out)
+        assert found is out
+        apart = (found.cpu().double() - wanted).norm() / wanted.norm()
+        assert apart < (1e-5 if kind is torch.float32 else 5e-3)
 
 
 def test_parts_by_hand() -> None:

@@ -5,12 +5,13 @@ blocks of k in the same order alone and among 500 others. Up to ``block_m`` rows
 each part is a program of its own, so that a device is busy with few outputs, too.
 
 A layer that need not promise that is left to torch (cuBLAS) where its weights are floats, or fp8 codes that meet fp8
-rows on a device with such products.
+rows on a device with such products; but a few rows with weights of floats are `narrow`'s, which reads weights faster.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,12 @@ from draftwise.kernels.base import Linear
 from draftwise.kernels.triton.availability import LAUNCH, interpreted, reads_fp8
 from draftwise.kernels.triton.rows import as_bytes, power_of_two
 from draftwise.quantization.weights import QuantizedWeight
+
+NARROW_ROWS: Final = 16
+"""Up to so many rows a product with floats that promises no equal bits is `narrow`'s, not torch's."""
+
+_NARROW_N: Final = 16
+_NARROW_K: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,13 @@ def linear(
     rows, outputs = x.shape[0], layer.weight.shape[0]
     assert x.shape[1] == layer.inputs
     if layer.bits == 16 and not layer.invariant:
+        if x.is_cuda and 0 < rows <= NARROW_ROWS and _is_narrow(x, layer):
+            kind = dtype or x.dtype
+            return narrow(
+                x,
+                layer.weight,
+                torch.empty((rows, outputs), dtype=kind, device=x.device) if out is None else out,
+            )
         if dtype is torch.float32 and layer.bias is None and x.is_cuda and x.dtype is not dtype:
             return _widened(x, layer.weight, out)
         product = torch.nn.functional.linear(x, layer.weight, layer.bias)
@@ -203,6 +217,41 @@ def linear(
     if apart:
         _add_parts(sums, None, layer, result)
     return result
+
+
+def _is_narrow(x: Tensor, layer: TritonLinear) -> bool:
+    """Whether `narrow` takes the layer: numbers of 16 bits, whole blocks of inputs, no bias."""
+    return (
+        layer.bias is None
+        and x.dtype is layer.weight.dtype
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and layer.inputs % _NARROW_K == 0
+        and x.stride(1) == 1
+    )
+
+
+def narrow(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """``x`` [T, K] @ ``weight`` [N, K].T -> ``out`` [T, N], of any type; T is at most `NARROW_ROWS`."""
+    from draftwise.kernels.triton.device.narrow import narrow_linear
+
+    outputs, inputs = weight.shape
+    narrow_linear[(-(-outputs // _NARROW_N),)](
+        x,
+        weight,
+        out,
+        x.shape[0],
+        outputs,
+        inputs,
+        x.stride(0),
+        BLOCK_M=16,
+        BLOCK_N=_NARROW_N,
+        BLOCK_K=_NARROW_K,
+        WIDE=interpreted() and x.dtype is torch.bfloat16,
+        num_warps=4,
+        num_stages=5,
+        **LAUNCH,
+    )
+    return out
 
 
 def _widened(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
