@@ -19,8 +19,8 @@ def narrow_linear(
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """BLOCK_N outputs of all rows, up to BLOCK_M of them: ``weight`` [N, K], K a multiple of BLOCK_K. Reading the weights
-    takes the time: each is read once, by programs that each have several blocks of them on their way."""
+    """BLOCK_N outputs of all rows, up to BLOCK_M of them: ``weight`` [N, K], K a multiple of BLOCK_K. To read the weights
+    takes the time: each is read once, by programs that each have several blocks on their way."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_K)
