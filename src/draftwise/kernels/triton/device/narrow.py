@@ -19,8 +19,10 @@ def narrow_linear(
     BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """BLOCK_N outputs of all rows, up to BLOCK_M of them: ``weight`` [N, K], K a multiple of BLOCK_K. To read the weights
-    takes the time: each is read once, by programs that each have several blocks on their way."""
+    """BLOCK_N outputs of all rows, up to BLOCK_M of them: ``weight`` [N, K], K a multiple of BLOCK_K.
+
+    What takes the time is to read the weights: each is read once, by programs that have several blocks on their way.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_K)
