@@ -33,7 +33,8 @@ class World:
     ``sizes(method, random)``: size of an evident proposal, None: as many nodes as allowed. ``noise(random)``: factor
     of a step's time. ``follow``: per token that a drafter is told of; if it is not 0, drafts behind a gap are accepted
     rarely for 64 tokens. ``catch_up``: per token that a drafter has not seen when it drafts. ``timed``: whether a step
-    says what part of it was drafting."""
+    says what part of it was drafting. ``apart(requests)``: a pass more, for those who do not draft and whose drafters
+    are told of their tokens: they have no seats on a device; None: they take part in the others' pass."""
 
     target: Callable[[int, int], float]
     draft: Callable[[str, int, int], float]
@@ -44,6 +45,7 @@ class World:
     follow: float = 0.0
     catch_up: float = 0.0
     timed: bool = True
+    apart: Callable[[int], float] | None = None
 
 
 @dataclass
@@ -163,7 +165,7 @@ class SimulatedExecutor(simulate.SimulatedExecutor):
             self._tell(row, row.num_new + found.num_accepted)
             for row, found in zip(rows, result.rows, strict=True)
         )
-        following = world.follow * told / 1000
+        following = world.follow * told / 1000 + self._apart(plan)
         self.clock.now += following * self.slowdown
         costs = self.costs
         self.steps.append(
@@ -191,6 +193,17 @@ class SimulatedExecutor(simulate.SimulatedExecutor):
         if row.known >= self._most[planned.rid]:
             return None
         return planned._replace(num_draft=min(planned.num_draft, row.waiting))
+
+    def _apart(self, plan: StepPlan) -> float:
+        """Seconds of the pass of those who have no seats."""
+        if self.world.apart is None:
+            return 0.0
+        count = sum(
+            self._rows[row.rid].method != "none" and row.follow and not row.draft_budget
+            for row in plan.rows
+            if row.rid in self._rows and row.num_new - row.num_draft == 1
+        )
+        return self.world.apart(count) / 1000 if count else 0.0
 
     def _tell(self, planned: RowPlan, tokens: int) -> int:
         """The drafter is told of these tokens, or not: how many it has to take in."""

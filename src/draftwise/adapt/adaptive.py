@@ -38,24 +38,32 @@ class AdaptiveController(Controller):
         observing: Collection[str] = (),
         *,
         ahead: bool = False,
+        seated: bool = False,
         model: PerformanceModel | None = None,
         settings: AdaptiveSettings | None = None,
     ) -> None:
         """``evident``: methods whose proposals' sizes follow from committed tokens (`Proposer.evident`). ``observing``:
         those whose drafters look at what the target computes (`Proposer.observes`). ``ahead``: a step is planned before
-        the one before it is observed. ``model``: one that has learned on this engine before."""
+        the one before it is observed. ``seated``: steps stay on a device (`runner.seats`), and whoever neither drafts
+        nor decodes plainly is computed apart. ``model``: one that has learned on this engine before; of a device, what
+        its passes take (`PerformanceModel.teach_passes`), for requests that draft there make no plain step."""
         self.model = model or PerformanceModel()
         self.settings = settings or AdaptiveSettings()
         self._roster = Roster(tables or {}, evident, observing, ahead=ahead)
         self._drafters = self._roster.drafters
         self._groups = self._roster.groups
         self._ahead = ahead
+        self._seated = seated
         self._ended: list[int] = []
         self._step = 0
-        self._explorer = Explorer(self.model, self.settings.explore_share, self.settings.explore_steps)
+        self._explorer = Explorer(
+            self.model, self.settings.explore_share, self.settings.explore_steps, pauses=not seated
+        )
         self._ledger = Ledger(self.settings.loss_share, self.settings.loss_steps)
-        self._following = Following(self.model)
-        self._decisions = Decisions(self.model, self.settings, self._roster, self._ledger, self._following)
+        self._following = Following(self.model, apart=seated)
+        self._decisions = Decisions(
+            self.model, self.settings, self._roster, self._ledger, self._following, together=seated
+        )
         self._drafting_time = DraftingTime(self.model, self._explorer)
         self.resting = self._following.resting
         self._planned = Planned(0)  # the newest step
@@ -190,8 +198,11 @@ class AdaptiveController(Controller):
             if seconds is not None and (step < 64 or step % 8 == 0):
                 self.model.observe_target(shape, seconds - result.draft_time)
             return
-        tokens, drafted = self._observe_rows(result.rows, planned)
+        tokens, drafted, apart = self._observe_rows(result.rows, planned)
         if seconds is None:
+            return
+        if apart:  # a pass more than steps have whose requests all draft, or decode plainly
+            self._earn(seconds)
             return
         if self._ahead and not shape.prompt_rows:  # what was planned is the most that could be
             shape.requests = len(result.rows)
@@ -219,7 +230,7 @@ class AdaptiveController(Controller):
         if not untimed:  # what was guessed by the target's part says nothing of that
             usual = self.model.observe_target(shape, usual)
         if drafting:
-            usual += self._drafting_time.observe(draft_time, shape, planned)
+            usual += self._drafting_time.observe(draft_time, shape, planned, guessed=untimed)
         if drafting and shape.prompt_rows:
             self._book_reading(draft_time)
         if decoding:
@@ -230,9 +241,11 @@ class AdaptiveController(Controller):
                 self._account(shape, tokens, min(seconds, 1.25 * usual))
         self._earn(seconds)
 
-    def _observe_rows(self, rows: Sequence[RowResult], planned: Planned) -> tuple[int, int]:
-        """Take in what became of every request's proposal. Answers how many tokens there were, and drafts verified."""
+    def _observe_rows(self, rows: Sequence[RowResult], planned: Planned) -> tuple[int, int, bool]:
+        """Take in what became of every request's proposal. Answers how many tokens there were, and drafts verified, and
+        whether some request had no seat because its drafter was told of tokens and did not draft."""
         tokens = total = 0
+        apart = False
         drafters, asked, before = self._drafters, planned.asked, planned.before
         for place, (rid, drafted, accepted, depth, proposed, size) in enumerate(outcomes(rows)):
             tokens += size
@@ -247,12 +260,14 @@ class AdaptiveController(Controller):
             if drafter is None:
                 continue
             drafter.waiting = proposed
+            if self._seated and drafter.group.follows and rid not in asked and rid not in self.resting:
+                apart = True
             if rid in asked and size:
                 if drafter.group.evident:
                     drafter.group.acceptance.add_size(proposed)
                 if drafter.probe:
                     self._explorer.take_proposal(drafter, proposed)
-        return tokens, total
+        return tokens, total, apart
 
     def _judge(
         self,

@@ -140,13 +140,16 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The state of a batch: requests, tokens in the cache, what a plain step takes (seconds), and the step's number."""
+    """The state of a batch: requests, tokens in the cache, what a plain step takes (seconds), and the step's number.
+    ``together``: a pass is as wide for all as for the widest, so that a request saves nothing by not drafting where
+    others do."""
 
     requests: int
     context: int
     sampled: bool
     plain: float
     step: int = 0
+    together: bool = False
 
 
 def pays_at_best(group: Group, members: Sequence[Drafter], prices: Prices, model: PerformanceModel) -> bool:
@@ -197,9 +200,10 @@ def make_option(
     for member in members:
         nodes = min(cap, member.most)
         tokens, rows = _expected(group, member, nodes, row_price)
-        # Alone, the comparison of options says whether it pays; among others, each has to pay for itself.
+        # Alone, or where all do as one, the comparison of options says whether it pays; else each has to pay for
+        # itself.
         cost = row_price * rows + draft_price
-        on = count == 1 or tokens > (_PATIENCE * cost if member.budget else cost + SWITCH)
+        on = count == 1 or prices.together or tokens > (_PATIENCE * cost if member.budget else cost + SWITCH)
         option.members.append((member, on))
         if on:
             drafting += 1

@@ -103,8 +103,11 @@ class TimeCurve:
         cells = map(self._cells.get, keys)
         return sum(cell.count for cell in cells if cell is not None)
 
-    def observe(self, key: Key, features: tuple[float, ...], seconds: float) -> float:
-        """One measurement; answers what such a step takes by now."""
+    def observe(
+        self, key: Key, features: tuple[float, ...], seconds: float, *, guessed: bool = False
+    ) -> float:
+        """One measurement; answers what such a step takes by now. ``guessed``: it is what other times left over, and
+        says nothing of the machine's speed, by which those were reckoned."""
         seconds = max(seconds, _TICK)
         self._measurements += 1
         cell = self._cells.get(key)
@@ -115,7 +118,7 @@ class TimeCurve:
         elif self._measurements - cell.last > _STALE:
             # What was measured long ago, perhaps while a neighbour was busy, counts as two samples among the new ones.
             cell.ring = [cell.median] * 2
-        elif cell.count >= _KNOWN and cell.median > 0:
+        elif cell.count >= _KNOWN and cell.median > 0 and not guessed:
             self._speed.observe(seconds / (cell.median * self._from(cell, features)))
         cell.last = self._measurements
         cell.add(seconds / self._speed.value, features)

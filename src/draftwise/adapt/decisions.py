@@ -35,7 +35,10 @@ class Decisions:
         roster: Roster,
         ledger: Ledger,
         following: Following,
+        *,
+        together: bool = False,
     ) -> None:
+        """``together``: see `Prices`."""
         self.prices: Prices | None = None
         self.plain_known = False
         self.rate_gain = 1.0
@@ -47,6 +50,7 @@ class Decisions:
         self._roster = roster
         self._ledger = ledger
         self._following = following
+        self._together = together
         self._batch_bucket = 0
         self._mean_context = 0
         self._sampled = False
@@ -85,7 +89,7 @@ class Decisions:
         if plain <= 0:
             return  # no step of pure decoding was measured yet
         self.num_decisions += 1
-        prices = self.prices = Prices(n, context, sampled, plain, step)
+        prices = self.prices = Prices(n, context, sampled, plain, step, self._together)
         self.plain_known = self._model.times_measured(n, n, context, sampled) >= 3
         options, rate = choose(groups, prices, self._model)
         self.rate_gain = rate * plain / n

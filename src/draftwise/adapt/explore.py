@@ -31,8 +31,13 @@ class Explorer:
     ``pausing``: nobody drafts in this step. ``deep``: the group that drafts up to twice its cap in this step.
     """
 
-    def __init__(self, model: PerformanceModel, share: float, most_steps: float) -> None:
-        """``share`` of the time that passes may be spent; ``most_steps``: plain steps that may be saved up."""
+    def __init__(
+        self, model: PerformanceModel, share: float, most_steps: float, *, pauses: bool = True
+    ) -> None:
+        """``share`` of the time that passes may be spent; ``most_steps``: plain steps that may be saved up. ``pauses``:
+        whether requests that draft may make a plain step; where that is no plain step like others, the times of plain
+        ones have to be known already."""
+        self._pauses = pauses
         self.pausing = False
         self.deep: Group | None = None
         self.num_probes = self.num_pauses = 0
@@ -56,7 +61,7 @@ class Explorer:
 
     def pause_if_untimed(self) -> None:
         """Nothing is known of plain steps, and steps with drafting say nothing about them: make some."""
-        if self.pause_steps > 1:
+        if self.pause_steps > 1 and self._pauses:
             self.pausing = True
             self._pause_until = max(self._pause_until, self._step + 1)
 
@@ -125,7 +130,7 @@ class Explorer:
     def _pause(self, prices: Prices, rate_gain: float, plain_known: bool) -> bool:
         """Whether a plain step is due and can be paid, to measure what it takes; then nobody drafts in this step."""
         step = self._step
-        if rate_gain <= 1.0:
+        if rate_gain <= 1.0 or not self._pauses:
             return False
         seen = self._plain_seen.get(class_of_batch(prices.requests))
         cost = self.pause_steps * prices.plain * (1 - 1 / rate_gain)

@@ -27,9 +27,13 @@ _SAMPLE_ROWS = 32
 class Following:
     """``resting``: requests whose drafters are not told of steps."""
 
-    def __init__(self, model: PerformanceModel) -> None:
+    def __init__(self, model: PerformanceModel, *, apart: bool = False) -> None:
+        """``apart``: a request that does not draft and whose drafter is told of its tokens is computed apart from the
+        others, in a second pass (one without a seat on a device). Then nobody is followed who does not draft: a group
+        rests at once and has no sample, and one that wakes drafts at once, however little its drafters have seen."""
         self.resting: set[int] = set()
         self._model = model
+        self._apart = apart
 
     def price(self, group: Group, prices: Prices | None, tokens: int) -> float:
         """Seconds that it takes to follow so many tokens of a request."""
@@ -43,7 +47,7 @@ class Following:
     def admit(self, drafter: Drafter, missing: int, funds: float, prices: Prices | None) -> None:
         """A request begins, or begins again. ``missing``: its tokens to read; ``funds``: seconds to spend."""
         group = drafter.group
-        if group.resting and group.sample in (None, drafter):
+        if group.resting and group.sample in (None, drafter) and not self._apart:
             group.sample = drafter if funds > self.price(group, prices, missing + _WARM_STEPS) else None
         if group.resting and group.sample is not drafter:
             self._leave(drafter)
@@ -83,6 +87,8 @@ class Following:
             group.idle_since = NEVER
             if group.resting:
                 self._wake(group, drafters, step)
+        elif self._apart:
+            self.rest(group, drafters)
         elif group.idle_since == NEVER:
             group.idle_since = step
         elif not group.resting and (step - group.idle_since) * requests >= _IDLE_TOKENS:
@@ -100,7 +106,7 @@ class Following:
             return
         group.resting = True
         for drafter in drafters:
-            if group.sample is None and drafter.ready == 0:
+            if group.sample is None and drafter.ready == 0 and not self._apart:
                 group.sample = drafter  # it has seen everything: worth most
             else:
                 self._leave(drafter)
@@ -109,7 +115,7 @@ class Following:
         group.resting, group.sample = False, None
         for drafter in drafters:
             if drafter.ready == NEVER:
-                drafter.ready = step + _WARM_STEPS
+                drafter.ready = step if self._apart else step + _WARM_STEPS
                 self.resting.discard(drafter.rid)
 
     # --------------------------------------------------------------------------------------------- samples
@@ -124,6 +130,8 @@ class Following:
         self, group: Group, members: Sequence[Drafter], step: int, funds: float, prices: Prices
     ) -> None:
         """Follow a request that has been there for long, if no new one came that could be a sample."""
+        if self._apart:
+            return
         if group.sample is None and funds > self.price(group, prices, 2 * _WARM_STEPS):
             group.sample = sample = min(members, key=lambda m: m.last_probe)
             sample.ready = step + _WARM_STEPS

@@ -3,8 +3,8 @@ reuse, since it says nothing about acceptance."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from draftwise.adapt.controller import StepShape
 from draftwise.adapt.curves import Cell, Speed, TimeCurve
@@ -68,6 +68,15 @@ def _target_features(requests: int, rows: int, context: int) -> tuple[float, ...
 def _draft_features(requests: int, nodes: int, catch_up: int) -> tuple[float, ...]:
     """Constant, requests, nodes per request, nodes in all, tokens caught up on."""
     return (1.0, float(requests), float(nodes), float(requests * nodes), float(catch_up))
+
+
+class PassTime(NamedTuple):
+    """What the target's part of a step takes: ``rows`` of all ``requests``, with ``context`` tokens before each."""
+
+    requests: int
+    rows: int
+    context: int
+    seconds: float
 
 
 class PerformanceModel:
@@ -155,16 +164,33 @@ class PerformanceModel:
         return seconds
 
     def observe_draft(
-        self, method: str, requests: int, nodes: int, catch_up: int, sampled: bool, seconds: float
+        self,
+        method: str,
+        requests: int,
+        nodes: int,
+        catch_up: int,
+        sampled: bool,
+        seconds: float,
+        *,
+        guessed: bool = False,
     ) -> None:
-        """A drafter's part of a step."""
+        """A drafter's part of a step. ``guessed``: see `TimeCurve.observe`."""
         key = (bucket(requests), nodes, catch_up.bit_length())
-        self._drafter(method, sampled).observe(key, _draft_features(requests, nodes, catch_up), seconds)
+        features = _draft_features(requests, nodes, catch_up)
+        self._drafter(method, sampled).observe(key, features, seconds, guessed=guessed)
 
-    def teach_target(self, requests: int, rows: int, context: int, seconds: float) -> None:
-        """A profile's time of greedy steps that decode."""
+    def teach_target(
+        self, requests: int, rows: int, context: int, seconds: float, sampled: bool = False
+    ) -> None:
+        """A profile's time of steps that decode."""
         key = (bucket(requests), bucket(rows), _context_bucket(context, requests))
-        self._target(False).teach(key, _target_features(requests, rows, context), seconds)
+        self._target(sampled).teach(key, _target_features(requests, rows, context), seconds)
+
+    def teach_passes(self, times: Iterable[PassTime]) -> None:
+        """What a device's passes take, whatever is drawn behind them."""
+        for requests, rows, context, seconds in times:
+            for sampled in (False, True):
+                self.teach_target(requests, rows, context * requests, seconds, sampled)
 
     def teach_draft(self, method: str, requests: int, nodes: int, seconds: float) -> None:
         """A profile's time of a drafter."""

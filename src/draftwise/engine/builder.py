@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from draftwise.adapt.adaptive import AdaptiveController
 from draftwise.adapt.controller import Controller, StaticController
+from draftwise.adapt.performance import PerformanceModel
 from draftwise.collector import collector_paused
 from draftwise.config import EngineConfig
 from draftwise.engine.adapters import Adapters
 from draftwise.engine.core import EngineCore
 from draftwise.engine.device import Device, build_device, load_engine_tokenizer, make_grammars
-from draftwise.engine.facts import DeviceFacts, Traits
+from draftwise.engine.facts import DeviceFacts
 from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor
 from draftwise.engine.publishing import CachePublisher
@@ -94,7 +95,7 @@ def build_engine(
             config.enable_prefix_caching and not recurrent,
             window=_window(facts),
         ),
-        _controller(config, facts.drafters),
+        _controller(config, facts),
         clock,
     )
     processor = Processor(
@@ -141,7 +142,8 @@ def _window(facts: DeviceFacts) -> int | None:
     return max((window for window in windows if window is not None), default=None)
 
 
-def _controller(config: EngineConfig, drafters: Mapping[str, Traits]) -> Controller:
+def _controller(config: EngineConfig, facts: DeviceFacts) -> Controller:
+    drafters = facts.drafters
     tables = {
         d.method: d.num_speculative_tokens_per_batch_size
         for d in config.drafters
@@ -152,8 +154,15 @@ def _controller(config: EngineConfig, drafters: Mapping[str, Traits]) -> Control
     evident = {name for name, drafter in drafters.items() if drafter.evident}
     # A drafter that stores nothing of past tokens, such as Medusa, is not told of them.
     observing = {name for name, d in drafters.items() if d.observes and d.has_storage}
+    model = PerformanceModel()
+    model.teach_passes(facts.pass_times or ())
     return AdaptiveController(
-        tables, evident | {GrammarProposer.name}, observing, ahead=bool(config.async_scheduling)
+        tables,
+        evident | {GrammarProposer.name},
+        observing,
+        ahead=bool(config.async_scheduling),
+        seated=facts.pass_times is not None,
+        model=model,
     )
 
 

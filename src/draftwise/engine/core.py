@@ -73,6 +73,7 @@ class EngineCore:
         self._cache_listeners: tuple[CacheListener, ...] = ()
         self._closers: list[Callable[[], None]] = []
         self._taken_in = 0.0  # when the latest step was, or the first one was handed over
+        self._captured = (0, 0)  # `Executor.num_captured` when the last two steps were taken in
 
     @property
     def in_flight(self) -> bool:
@@ -161,9 +162,17 @@ class EngineCore:
             seconds, self._taken_in = now - self._taken_in, now
             if result.rows:
                 # While one step follows on another, the time from one end to the next is what a step takes.
-                self.scheduler.learn(result, seconds if flight.queued else None)
+                new = self._made_something()
+                self.scheduler.learn(result, seconds if flight.queued and not new else None)
             self._count(result, updates, seconds)
         return updates
+
+    def _made_something(self) -> bool:
+        """Whether a graph was captured since the last step but one was taken in. What that takes is in the time of the
+        step that is launched then, and of the one before it."""
+        captured = self.executor.num_captured
+        before, self._captured = self._captured, (self._captured[1], captured)
+        return before[0] != captured
 
     def _count(self, result: StepResult, updates: list[RequestUpdate], seconds: float) -> None:
         totals = self.totals

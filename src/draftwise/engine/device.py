@@ -24,7 +24,9 @@ from draftwise.engine.facts import DeviceFacts, Traits
 from draftwise.engine.states import check_drafters, plan_states
 from draftwise.engine.tokenizing import end_tokens
 from draftwise.errors import ConfigError
+from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.setup import GraphSetup, backend_for, capturable
+from draftwise.graphs.timing import pass_times
 from draftwise.kernels.ranks import Ranks
 from draftwise.kernels.select import native_reason
 from draftwise.kv.storage import KVStorage
@@ -182,6 +184,9 @@ def build_device(
         seated=bool(config.async_scheduling),
         clock=clock,
     )
+    if executor.seats is not None and isinstance(model, GraphedDecoder):
+        learned = config.speculation_control == "adaptive"
+        facts = replace(facts, pass_times=pass_times(model, storage, num_blocks) if learned else ())
     return Device(model, executor, tokenizer, grammars, facts)
 
 

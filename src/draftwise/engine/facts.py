@@ -3,10 +3,11 @@ processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from draftwise.adapt.performance import PassTime
 from draftwise.models.config import ModelConfig
 from draftwise.propose.base import Proposer
 
@@ -50,3 +51,4 @@ class DeviceFacts:
     weight_bytes: int  # the target's
     same_bits: bool
     most_drafts: int | None  # of a model with recurrent state; None: it has none
+    pass_times: Sequence[PassTime] | None = None  # where steps stay on a device; None: they do not

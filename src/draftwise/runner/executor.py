@@ -49,6 +49,12 @@ class Executor(ABC):
         """Let go of one that no request has; between two steps."""
 
     @property
+    def num_captured(self) -> int:
+        """How often something was made in the middle of a step that later steps find: such a step's time says nothing
+        of theirs."""
+        return 0
+
+    @property
     def failure(self) -> EngineDeadError | None:
         """Why no step can be executed any more, where that shows without trying; None: nothing is known."""
         return None

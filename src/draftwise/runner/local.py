@@ -134,6 +134,10 @@ class LocalExecutor(Executor):
             return Launched(self.execute(plan))
         return self._here(lambda: self._launch(plan, seats))
 
+    @property
+    def num_captured(self) -> int:
+        return 0 if self.seats is None else self.seats.num_captured
+
     def _launch(self, plan: StepPlan, seats: Seats) -> Launched:
         """Start the step of requests with seats; the step of the others is executed behind it."""
         seats.leave(plan)

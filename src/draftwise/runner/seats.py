@@ -113,6 +113,11 @@ class Seats:
         """Whether there are any."""
         return self._count > 0
 
+    @property
+    def num_captured(self) -> int:
+        """Graphs of steps that were captured, at the start or when they were needed."""
+        return self._steps.num_captured
+
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Capture steps of one request under the usual rules, so that all kernels are compiled; those for more are

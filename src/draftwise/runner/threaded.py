@@ -151,6 +151,10 @@ class ThreadedExecutor(Executor):
         return self.submit(plan).result()
 
     @property
+    def num_captured(self) -> int:
+        return self.inner.num_captured
+
+    @property
     def failure(self) -> EngineDeadError | None:
         return self.inner.failure
 

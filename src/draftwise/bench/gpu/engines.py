@@ -12,6 +12,7 @@ import torch
 
 from draftwise.adapt.adaptive import AdaptiveController
 from draftwise.adapt.controller import Controller, StaticController
+from draftwise.adapt.performance import PerformanceModel
 from draftwise.bench.gpu.acceptance import ForcedAcceptance
 from draftwise.bench.gpu.models import llama_config, random_head, random_target
 from draftwise.bench.gpu.report import PartReport
@@ -19,7 +20,9 @@ from draftwise.bench.gpu.setting import BLOCK, Setting
 from draftwise.bench.gpu.steps import DRAFTS
 from draftwise.engine.core import EngineCore
 from draftwise.engine.gpu_memory import plan_gpu
+from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.setup import GraphSetup
+from draftwise.graphs.timing import pass_times
 from draftwise.kv.manager import KVManager
 from draftwise.kv.storage import KVStorage
 from draftwise.propose.heads.eagle import Eagle3Proposer
@@ -89,7 +92,11 @@ class BenchEngine:
             executor = ThreadedExecutor(executor)
         controller: Controller = StaticController()
         if adaptive:  # as `engine.builder` makes it: the head reads what the target computes
-            controller = AdaptiveController(observing={"eagle3"}, ahead=ahead)
+            model, seated = PerformanceModel(), False
+            if ahead and isinstance(self.model, GraphedDecoder):
+                model.teach_passes(pass_times(self.model, self.storage, self.num_blocks))
+                seated = True
+            controller = AdaptiveController(observing={"eagle3"}, ahead=ahead, seated=seated, model=model)
         rows = max(self.setting.size.prefill, self.max_num_seqs * (1 + DRAFTS))
         scheduler = Scheduler(
             SchedulerConfig(self.max_num_seqs, rows),
@@ -225,7 +232,6 @@ def _compare_gap(
     seated: float,
 ) -> None:
     """Speculative steps, one that waits and one that stays on the device, against what their two graphs take alone."""
-    from draftwise.graphs.decoder import GraphedDecoder
     from draftwise.graphs.head import GraphedHead
     from draftwise.models.inputs import build_step_input
 

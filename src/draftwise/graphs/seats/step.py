@@ -182,6 +182,11 @@ class SeatedSteps:
         self._filling = False
         return Landing(answer, report, self._backend.fence(), memory.seats)
 
+    @property
+    def num_captured(self) -> int:
+        """Graphs that were captured."""
+        return len(self._graphs)
+
     def capture(
         self,
         target: PassSeats,

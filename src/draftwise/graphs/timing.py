@@ -1,0 +1,68 @@
+"""How long captured passes take, measured when an engine starts: so its controller knows what plain steps take, and
+requests that draft need make none (`AdaptiveController`, ``seated``)."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from draftwise.adapt.performance import PassTime
+from draftwise.graphs.decoder import GraphedDecoder
+from draftwise.kv.storage import KVStorage
+from draftwise.models.inputs import RowInput, build_step_input
+
+_CONTEXTS = (128, 1024)
+"""Tokens before the rows of a request."""
+_REPLAYS = 2
+
+
+@torch.inference_mode()
+def pass_times(model: GraphedDecoder, kv: KVStorage, num_blocks: int) -> list[PassTime]:
+    """The times of whole passes: of 1, 2, 4, ... requests with every number of rows up to the widest.
+
+    A batch in which a request has two rows runs in the narrowest pass with two rows or more: it takes that pass's time.
+    Nothing may be in the cache yet: the passes write to its blocks.
+
+    Example: passes of 1 and of 4 rows: of one request 1 row, and three times the same for 2, 3 and 4.
+    """
+    shapes = {(shape.requests, shape.rows) for shape in model.captures.passes}
+    widths = sorted({rows for _, rows in shapes})
+    found: list[PassTime] = []
+    for requests in sorted({n for n, _ in shapes if n & (n - 1) == 0}):
+        for context in _CONTEXTS:
+            before = 0
+            for width in widths:
+                seconds = None
+                if (requests, width) in shapes:
+                    seconds = _time(model, kv, num_blocks, requests, width, context)
+                if seconds is not None:
+                    each = range(before + 1, width + 1)
+                    found += [PassTime(requests, requests * n, context, seconds) for n in each]
+                    before = width
+    return found
+
+
+def _time(
+    model: GraphedDecoder, kv: KVStorage, num_blocks: int, requests: int, rows: int, context: int
+) -> float | None:
+    """Seconds of one pass; None: no captured pass is so long."""
+    blocks = -(-(context + rows) // kv.block_size)
+    if blocks > num_blocks:
+        return None
+    tables = np.arange(requests * blocks, dtype=np.int32).reshape(requests, blocks) % num_blocks
+    tokens = np.zeros(rows, np.int32)
+    batch = build_step_input(
+        [RowInput(tokens, context, table) for table in tables], kv.block_size, model.inputs_on
+    )
+    replay = model.replay_of(batch, kv)
+    if replay is None:
+        return None
+    replay()
+    model.backend.fence().synchronize()
+    begun = time.perf_counter()
+    for _ in range(_REPLAYS):
+        replay()
+    model.backend.fence().synchronize()
+    return (time.perf_counter() - begun) / _REPLAYS
