@@ -127,7 +127,7 @@ def main() -> None:
         "*bf16 *bf16 *fp32 i32 i32 i32 i32",
         BLOCK_M=16,
         BLOCK_N=16,
-        BLOCK_K=256,
+        BLOCK_K=128,
         WIDE=False,
     )
     build(attention.tree_rows, "*i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32")

@@ -27,9 +27,9 @@ NARROW_ROWS: Final = 16
 
 _NARROW_INPUTS: Final = 8192
 _NARROW_WEIGHTS: Final = 1 << 26
-"""Most inputs and weights of a layer that `narrow` does. Measured on an H200 with one to eight rows, against cuBLAS: 0.86
-to 0.88 of its time for 4096 outputs of 4096 inputs, 0.94 to 0.98 for 6144 of 4096 and of 8192, but 1.03 to 1.06 for
-28672 of 4096 and for 4096 of 14336."""
+"""Most inputs and weights of a layer that `narrow` does. Measured on an H200 with one to eight rows, against cuBLAS:
+0.86 to 0.88 of its time for 4096 outputs of 4096 inputs, 0.94 to 0.98 for 6144 of 4096 and of 8192, but 1.03 to 1.06
+for 28672 of 4096 and for 4096 of 14336."""
 
 _NARROW_N: Final = 16
 _NARROW_K: Final = 128
