@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from draftwise import LLM, RequestOutput, SamplingParams
 from draftwise.kernels.select import KERNELS_VARIABLE
-from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
+from draftwise.kernels.triton.availability import equal_bits_shown, interpreted
 from tests.fakes.every_method import SHAPES, VOCAB, make_families, make_target
 from tests.fakes.tiny import save_llama
 
@@ -80,7 +80,7 @@ def outputs(
         batch_invariant=batch_invariant,
         speculation_control="static",
     ) as llm:
-        assert llm.guarantees.same_bits is (batch_invariant and (interpreted() or SHOWN_ON_DEVICES))
+        assert llm.guarantees.same_bits is (batch_invariant and equal_bits_shown(torch.device(DEVICE)))
         done = llm.generate(prompts, params)
         llm.check_integrity()
     return done

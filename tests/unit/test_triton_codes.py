@@ -11,7 +11,7 @@ from draftwise.errors import ConfigError
 from draftwise.kernels.base import Linear
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.triton import linear as products
-from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
+from draftwise.kernels.triton.availability import equal_bits_shown, interpreted
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, linear, pack_quantized
 from draftwise.kernels.triton.ops import TritonOps
 from draftwise.quantization.scheme import parse_scheme
@@ -152,7 +152,7 @@ def test_without_the_promise_products_of_floats_are_torchs() -> None:
     x, weight, bias = random(3, 40).to(DEVICE), random(9, 40, seed=1).to(DEVICE), random(9, seed=2).to(DEVICE)
     for invariant in (True, False):
         ops = TritonOps(torch.float32, DEVICE, tiling=TILING, batch_invariant=invariant)
-        assert ops.same_bits is (invariant and (interpreted() or SHOWN_ON_DEVICES))
+        assert ops.same_bits is (invariant and equal_bits_shown(DEVICE))
         layer = ops.pack_linear(weight, bias)
         expected = torch.nn.functional.linear(x, weight, bias)
         assert torch.equal(ops.linear(x, layer), expected) or invariant

@@ -173,7 +173,7 @@ def _guarantees(facts: DeviceFacts, config: EngineConfig) -> Guarantees:
         reasons.append(f"rule {lossy[0]!r} changes the distribution")
     if not facts.same_bits and config.batch_invariant:
         reasons.append(
-            "every sum has one order, but that a device computes all rows of a tile alike has not been shown yet"
+            "every sum has one order, but that this kind of device computes all rows of a tile alike has not been shown"
         )
     elif not facts.same_bits:
         reasons.append(

@@ -14,7 +14,7 @@ from draftwise.kernels.attending import AttendingOps
 from draftwise.kernels.base import Heads, HeadShape, Linear, Norm, Rope
 from draftwise.kernels.triton import in_torch, rows
 from draftwise.kernels.triton.attention import TritonAttention
-from draftwise.kernels.triton.availability import SHOWN_ON_DEVICES, interpreted
+from draftwise.kernels.triton.availability import equal_bits_shown
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
 from draftwise.kernels.triton.prompts import PROMPT_ROWS
 from draftwise.kernels.triton.tiling import Tiling
@@ -94,7 +94,7 @@ class TritonOps(AttendingOps):
 
     @property
     def same_bits(self) -> bool:
-        return self._batch_invariant and not self._replaced and (interpreted() or SHOWN_ON_DEVICES)
+        return self._batch_invariant and not self._replaced and equal_bits_shown(self._device)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._pack(weight, bias, self._scheme)
