@@ -4,7 +4,7 @@
 //
 // An instruction is C4 [not R, not X, not B, map 2] [W, not vvvv, L, pp] opcode ModRM [SIB] [displacement]:
 //   49 pp 0  memory: ldtilecfg; register: tilerelease     4B pp 1, 3  tileloadd      5C pp 2  tdpbf16ps
-//   49 pp 3  tilezero                                     4B pp 2     tilestored     5E pp 2  tdpbsud
+//   49 pp 3  tilezero                                     4B pp 2     tilestored     5E pp 2  tdpbsud, pp 3  tdpbssd
 #include <signal.h>
 #include <ucontext.h>
 
@@ -73,9 +73,10 @@ float dot_halves(float total, int a, int m, int b, int n) {
   }
   return flushed(flushed(total) + flushed(even + odd));
 }
+template <class Byte>
 int32_t dot_bytes(int32_t total, int a, int m, int b, int n) {
   for (int k = 0; k < unit.bytes[a]; ++k)
-    total += at<int8_t>(a, m, k) * at<uint8_t>(b, k / 4, 4 * n + k % 4);
+    total += at<int8_t>(a, m, k) * at<Byte>(b, k / 4, 4 * n + k % 4);
   return total;
 }
 
@@ -162,7 +163,9 @@ void carry_out(int, siginfo_t*, void* raw) {
   } else if (opcode == 0x5C && prefix == 2) {
     dot<float>(reg, rm, third, dot_halves);
   } else if (opcode == 0x5E && prefix == 2) {
-    dot<int32_t>(reg, rm, third, dot_bytes);
+    dot<int32_t>(reg, rm, third, dot_bytes<uint8_t>);
+  } else if (opcode == 0x5E && prefix == 3) {
+    dot<int32_t>(reg, rm, third, dot_bytes<int8_t>);
   } else {
     fail("an instruction of tiles that is not known here");
   }

@@ -1,5 +1,5 @@
-// The blocking of the product and its split among threads. Packing is in linear_pack.cpp (weights) and linear_rows.h, the arithmetic in
-// linear_*.cpp by instruction set.
+// The product, panel by panel, and its split among threads. How it is cut is in linear_cut.h, packing in linear_pack.cpp (weights) and
+// linear_rows.h, the arithmetic in linear_*.cpp by instruction set.
 #include "linear.h"
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 #include "boundary.h"
 #include "isa.h"
+#include "linear_cut.h"
 #include "linear_part.h"
-#include "linear_rows.h"
 
 namespace dw {
 namespace {
@@ -26,7 +26,7 @@ struct Pass {
 };
 
 std::atomic<uint64_t> g_pass{0};
-thread_local Scratch t_rows, t_shared_rows, t_sums;
+thread_local Scratch t_rows, t_shared_rows, t_sums, t_widened;
 thread_local uint64_t t_rows_pass = 0;  // whose rows t_rows holds
 thread_local const uint8_t* t_prefetched = nullptr;  // weights that the last task's tiles have prefetched
 
@@ -74,100 +74,117 @@ void finish_panel(const Pass& pass, int64_t panel, int64_t row, int rows, const 
   pass.kernels->finish(f);
 }
 
-constexpr int64_t kRowBlockBytes = 20 << 10;   // of a tile's rows that should stay in the first-level cache
-constexpr int64_t kSumBytes = 160 << 10;       // of partial sums that should stay in the second-level cache
-
-void run_panels(void* raw, int task, int) {
-  const Pass& pass = *static_cast<Pass*>(raw);
-  const LinearCall& c = *pass.call;
-  const Linear& w = *c.weights;
-  const LinearKernels& kernels = *pass.kernels;
-  int64_t first = w.panels * task / pass.tasks, last = w.panels * (task + 1) / pass.tasks;
-  if (first == last) return;
-  PackedRows packed = packed_rows(pass);
-  const Tiles& tiles = pass.tiles;
-  int64_t tile_rows = (c.rows + tiles.count - 1) / tiles.count;
-  int64_t step = tile_rows <= kernels.pair_rows[w.format] ? 2 : 1;
-  int64_t block = w.units, row_bytes = tile_rows * w.steps() * (has_wide_rows(kernels, w.format, tile_rows) ? 8 : 4);
-  if (row_bytes > kRowBlockBytes + kRowBlockBytes / 2) {
-    int64_t blocks = (row_bytes + kRowBlockBytes - 1) / kRowBlockBytes;
-    block = (w.units + blocks - 1) / blocks;
-    // Whole groups; of plain rows, whole chunks.
-    int64_t whole = is_grouped(w.format)          ? w.group_units
-                    : kernels.plain_rows[w.format] ? kChunkDwords / steps_per_unit(w.format)
-                                                   : 1;
-    block = (block + whole - 1) / whole * whole;
+// A task: panels [first, last) times all rows, on the calling thread.
+class Panels {
+ public:
+  Panels(const Pass& pass, int task)
+      : pass_(pass), w_(*pass.call->weights), kernels_(*pass.kernels), packed_(packed_rows(pass)),
+        cut_(cut_for(w_, kernels_, pass.call->rows, pass.tiles)), first_(w_.panels * task / pass.tasks),
+        last_(w_.panels * (task + 1) / pass.tasks), after_(pass.after) {
+    const int64_t rows = pass.call->rows, tile_rows = pass.tiles.tallest();
+    step_ = tile_rows <= kernels_.pair_rows[w_.format] ? 2 : 1;
+    const int64_t kept = std::min(cut_.panels, last_ - first_) * std::min(cut_.tiles * tile_rows, rows);
+    sums_ = static_cast<float*>(t_sums.reserve(size_t(kept * kPanel) * 4));
+    if (kernels_.in_chunks[w_.format] && cut_.tiles > 1 && steps_per_unit(w_.format) > 1)
+      widened_ = static_cast<uint8_t*>(t_widened.reserve(size_t(w_.groups() * group_chunks(w_)) * kChunkBytes));
+    // Threads mostly take turns. Another one's task in its place costs a little bandwidth.
+    if (pass.threads > 0 && task + pass.threads < pass.tasks)
+      after_ = w_.weights + w_.panels * (task + pass.threads) / pass.tasks * w_.panel_bytes();
+    sharing_ = pass.tiles.count > 1 || reaches(kernels_.again_from[w_.format], tile_rows);
+    cold_ = t_prefetched != at(first_, 0);
+    t_prefetched = sharing_ ? after_ : nullptr;
   }
-  int64_t group = step;
-  if (block < w.units) group = std::max(step, kSumBytes / (c.rows * kPanel * 4) / step * step);
-  auto* sums = static_cast<float*>(t_sums.reserve(size_t(std::min(group, last - first) * c.rows * kPanel) * 4));
-  void (*kernel)(const Tile&) = kernels.tile[w.format];
-  const int64_t stride = w.panel_bytes(), steps = steps_per_unit(w.format), row_dwords = row_steps(kernels, w);
-  const bool plain = kernels.plain_rows[w.format];
-  // Threads mostly take turns. Another one's task in its place costs a little bandwidth.
-  const uint8_t* after = pass.after;
-  if (pass.threads > 0 && task + pass.threads < pass.tasks)
-    after = w.weights + w.panels * (task + pass.threads) / pass.tasks * stride;
-  const bool sharing = tiles.count > 1 || reaches(kernels.again_from[w.format], tile_rows);
-  bool cold = t_prefetched != w.weights + first * stride;
-  t_prefetched = sharing ? after : nullptr;
+  void run() {
+    for (int tile = 0; tile < pass_.tiles.count; tile += cut_.tiles)
+      run_tiles(tile, std::min(tile + cut_.tiles, pass_.tiles.count));
+  }
 
-  for (int64_t g = first; g < last; g += group) {
-    int64_t group_end = std::min(g + group, last);
-    for (int64_t u = 0; u < w.units; u += block) {
-      int64_t units = std::min(block, w.units - u);
-      bool done = u + units == w.units;
-      for (int64_t p = g; p < group_end; p += step) {
-        int64_t panels = std::min(step, group_end - p);
-        Tile t;
-        t.w = w.weights + p * stride + w.offset(u);
-        t.panel_stride = stride;
-        t.units = units;
-        t.bytes = w.offset(u + units) - w.offset(u);
-        t.load = u > 0;
-        t.panels = int(panels);
-        t.group_units = w.group_units;
-        t.zeros = w.zeros;
-        t.nibbles = w.nibbles;
-        t.next_w = nullptr;
-        if (p + panels < group_end)
-          t.next_w = w.weights + (p + panels) * stride + w.offset(u);
-        else if (!done)
-          t.next_w = w.weights + g * stride + w.offset(u + units);
-        else if (group_end < last)
-          t.next_w = w.weights + group_end * stride;
-        else
-          t.next_w = after;
-        // Memory is to be busy all the time, although the first tile alone reads these weights from there: all tiles share the
-        // prefetching of the next ones. Where nobody has prefetched these, the first tile does.
-        const int begin = cold ? 1 : 0;
-        cold = false;
-        for (int tile = 0; tile < tiles.count; ++tile) {
-          const bool shared = sharing && tile >= begin && t.next_w != nullptr;
-          t.share = tile - begin;
-          t.shares = shared ? tiles.count - begin : 0;
-          int64_t row = tiles.begin(tile);
-          int rows = int(tiles.begin(tile + 1) - row);
-          t.rows = rows;
-          const int64_t step_dwords = plain ? 1 : has_wide_rows(kernels, w.format, rows) ? 2 * rows : rows;
-          t.x = packed.steps + row * row_dwords + u * steps * step_dwords;
-          t.x_stride = row_dwords * 4;
-          t.x_sums = packed.sums + row * w.groups() + (is_grouped(w.format) ? u / w.group_units * rows : 0);
-          // the sums of one tile lie together, [rows][32 * panels]
-          t.sums = sums + (p - g) * c.rows * kPanel + row * kPanel * panels;
-          kernel(t);
-          if (done)
-            for (int64_t i = 0; i < panels; ++i)
-              finish_panel(pass, p + i, row, rows, t.sums + i * kPanel, kPanel * panels, packed);
+ private:
+  const uint8_t* at(int64_t panel, int64_t unit) const { return w_.weights + panel * w_.panel_bytes() + w_.offset(unit); }
+
+  // Tiles [from, to) of rows.
+  void run_tiles(int from, int to) {
+    for (int64_t g = first_; g < last_; g += cut_.panels) {
+      const int64_t end = std::min(g + cut_.panels, last_);
+      for (int64_t u = 0; u < w_.units; u += cut_.units) {
+        const int64_t units = std::min(cut_.units, w_.units - u);
+        const bool done = u + units == w_.units;
+        for (int64_t p = g; p < end; p += step_) {
+          const int64_t panels = std::min(step_, end - p);
+          Tile t;
+          t.w = at(p, u);
+          t.panel_stride = w_.panel_bytes();
+          t.units = units;
+          t.bytes = w_.offset(u + units) - w_.offset(u);
+          t.load = u > 0;
+          t.panels = int(panels);
+          t.group_units = w_.group_units;
+          t.zeros = w_.zeros;
+          t.nibbles = w_.nibbles;
+          t.widened = widened_;
+          t.next_w = p + panels < end             ? at(p + panels, u)
+                     : !done                      ? at(g, u + units)
+                     : end < last_                ? at(end, 0)
+                     : to < pass_.tiles.count     ? at(first_, 0)
+                                                  : after_;
+          run_panel(t, p, u, from, to, done, sums_ + (p - g) * rows_between(from, to) * kPanel);
         }
       }
     }
   }
-  if (kernels.release != nullptr) kernels.release();
+
+  int64_t rows_between(int from, int to) const { return pass_.tiles.begin(to) - pass_.tiles.begin(from); }
+
+  // Tiles of rows times one or two panels over a part of k that begins at unit u.
+  void run_panel(Tile& t, int64_t panel, int64_t u, int from, int to, bool done, float* sums) {
+    const bool in_chunks = kernels_.in_chunks[w_.format];
+    const int64_t row_dwords = row_steps(kernels_, w_), steps = steps_per_unit(w_.format);
+    // Memory is to be busy all the time, although the first tile alone reads these weights from there: all tiles share the
+    // prefetching of the next ones. Where nobody has prefetched these, the first tile does.
+    const int begin = from + cold_;
+    cold_ = false;
+    for (int tile = from; tile < to; ++tile) {
+      const bool shared = sharing_ && tile >= begin && t.next_w != nullptr;
+      t.share = tile - begin;
+      t.shares = shared ? to - begin : 0;
+      t.widen = tile == from;
+      const int64_t row = pass_.tiles.begin(tile);
+      const int rows = int(rows_between(tile, tile + 1));
+      t.rows = rows;
+      t.x = packed_.steps + row * row_dwords;
+      t.x += in_chunks ? chunk_at(w_, u) * rows * kChunkDwords
+                       : u * steps * rows * (has_wide_rows(kernels_, w_.format, rows) ? 2 : 1);
+      t.x_sums = packed_.sums + row * w_.groups() + (is_grouped(w_.format) ? u / w_.group_units * rows : 0);
+      // The sums of one tile lie together, [rows][32 * panels].
+      t.sums = sums + rows_between(from, tile) * t.panels * kPanel;
+      kernels_.tile[w_.format](t);
+      for (int i = 0; done && i < t.panels; ++i)
+        finish_panel(pass_, panel + i, row, rows, t.sums + i * kPanel, kPanel * t.panels, packed_);
+    }
+  }
+
+  const Pass& pass_;
+  const Linear& w_;
+  const LinearKernels& kernels_;
+  const PackedRows packed_;
+  const Cut cut_;
+  const int64_t first_, last_;
+  const uint8_t* after_;  // what this thread reads behind the task
+  int64_t step_;          // panels of a tile
+  float* sums_;
+  uint8_t* widened_ = nullptr;
+  bool sharing_, cold_;
+};
+
+void run_panels(void* raw, int task, int) {
+  const Pass& pass = *static_cast<Pass*>(raw);
+  const int64_t panels = pass.call->weights->panels;
+  if (panels * task / pass.tasks == panels * (task + 1) / pass.tasks) return;
+  Panels(pass, task).run();
+  if (pass.kernels->release != nullptr) pass.kernels->release();
 }
 
-constexpr int64_t kTaskBytes = 48 << 10;  // of weights; less than this per task does not pay for the handover
-constexpr int64_t kSharedRows = 16;       // from so many rows on they are packed once for all threads
+constexpr int64_t kSharedRows = 16;  // from so many rows on they are packed once for all threads
 
 }  // namespace
 
@@ -217,35 +234,16 @@ const LinearKernels& linear_kernels() {
 // One row is its own packing, unless it must be padded or quantised.
 static bool one_row_as_it_is(const LinearKernels& kernels, const LinearCall* call) {
   const Linear& w = *call->weights;
-  if (kernels.plain_rows[w.format] && w.steps() % kChunkDwords != 0) return false;
+  if (kernels.in_chunks[w.format] && w.steps() % kChunkDwords != 0) return false;
   return call->rows == 1 && reinterpret_cast<uintptr_t>(call->x) % 4 == 0 &&
          w.inputs == w.units * k_per_unit(w.format) && !is_dynamic(w.format) && !is_grouped(w.format);
-}
-
-// Into how many tasks a product is cut: more than there are threads, so that one that was interrupted does not hold up the rest, but
-// of so even sizes that nobody waits at the end: panels are not cut.
-// Example: 8 panels, 2 threads, weights for 7 tasks. Seven would be six of one panel and one of two, and with the last one a thread
-// has 5 panels, the other 3. Six are no better: 2 * 3 = 6 at worst. Four tasks of two panels are 4 and 4.
-static int64_t tasks_of(const Linear& w, int64_t rows, int64_t threads) {
-  const int64_t bytes = w.panels * w.panel_bytes();
-  int64_t most = std::min<int64_t>(bytes / kTaskBytes, threads * 8);
-  if (most < threads) most = rows * bytes >= 4 * kTaskBytes ? threads : most;
-  most = std::clamp<int64_t>(most, 1, w.panels);
-  if (most < threads) return most;
-  const auto longest = [&](int64_t tasks) { return (w.panels + tasks - 1) / tasks * (tasks / threads); };  // panels of a thread
-  int64_t best = threads;
-  for (int64_t tasks = most / threads * threads; tasks > threads; tasks -= threads) {
-    if (longest(tasks) * threads * 10 <= w.panels * 11) return tasks;
-    if (longest(tasks) < longest(best)) best = tasks;
-  }
-  return best;
 }
 
 void linear_run(Pool* pool, const LinearCall* call) {
   const Linear& w = *call->weights;
   if (call->rows <= 0) return;
   const LinearKernels& kernels = linear_kernels();
-  const int64_t tasks = tasks_of(w, call->rows, pool_threads(pool));
+  const int64_t tasks = tasks_of(w, kernels, call->rows, pool_threads(pool));
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, int(tasks),
             Tiles(call->rows, kernels.tile_rows[w.format]), nullptr, pool_threads(pool)};
   if (one_row_as_it_is(kernels, call)) {

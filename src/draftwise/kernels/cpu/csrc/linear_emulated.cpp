@@ -9,8 +9,8 @@ namespace {
 struct Expand {
   static void bytes(const uint8_t* unit, uint8_t* steps) {
     for (int i = 0; i < kUnitBytes; ++i) {
-      steps[i] = unit[i] & 15;
-      steps[kUnitBytes + i] = unit[i] >> 4;
+      steps[i] = uint8_t(unit[i] << 4) ^ 0x80;
+      steps[kUnitBytes + i] = (unit[i] & 0xf0) ^ 0x80;
     }
   }
   template <Format F>

@@ -14,8 +14,8 @@
 // zero points differ from 8, a second 64 bytes with 32 of zero point - 8 (int8) and padding.
 //
 // Rows are packed to match: a tile of R rows is [step][R] dwords, one step per pair (bfloat16) or four (int8) of k, so that a
-// kernel reads both in one stream each, broadcasts a dword of a row and multiplies it into 16 lanes. Kernels on tiles (`plain_rows`) read
-// rows one after the other, [R][steps], padded with zeros to whole chunks of 16 dwords. Kernels that widen pairs of bfloat16 may ask for
+// kernel reads both in one stream each, broadcasts a dword of a row and multiplies it into 16 lanes. Kernels on tiles (`in_chunks`) read
+// [chunk][R][16] dwords; the last chunk of a row, or of a group, is padded with zeros. Kernels that widen pairs of bfloat16 may ask for
 // rows that are widened once, when they are packed (`wide_from`): [step][2][R] float32, the even numbers of the pairs before the odd ones.
 #pragma once
 
@@ -32,7 +32,7 @@ constexpr int kMaxTileRows = 12;
 constexpr int kFormats = 6;
 
 inline int k_per_unit(Format f) { return f == W_F32 ? 1 : f == W_BF16 ? 2 : f == W_I8 || f == W_I8_DYN ? 4 : 8; }
-inline int steps_per_unit(Format f) { return f == W_I8 || f == W_I4_DYN ? 2 : f == W_I4 ? 4 : 1; }
+constexpr int steps_per_unit(Format f) { return f == W_I8 || f == W_I4_DYN ? 2 : f == W_I4 ? 4 : 1; }
 inline int weight_offset(Format f) { return f == W_I8_DYN ? 128 : f == W_I4_DYN ? 8 : 0; }  // of stored integers
 inline bool is_dynamic(Format f) { return f == W_I8_DYN || f == W_I4_DYN; }
 inline bool is_grouped(Format f) { return f == W_I4 || f == W_I4_DYN; }
@@ -45,8 +45,7 @@ struct Nibbles {
 
 // One tile: `rows` (1..kMaxTileRows) times one or two panels over `units` units (whole groups of them).
 struct Tile {
-  const uint32_t* x;      // [units * steps][rows] dwords; wide: [units * steps][2][rows]; plain: the first row
-  int64_t x_stride;       // plain: bytes from a row to the next
+  const uint32_t* x;      // [units * steps][rows] dwords; wide: [units * steps][2][rows]; in chunks: [chunks][rows][16]
   const uint8_t* w;       // first panel, at the first unit (or header)
   int64_t panel_stride;   // bytes from a panel to the next
   int64_t units;
@@ -65,6 +64,10 @@ struct Tile {
   // Sums of the rows' values: W_I4 float32 [groups][rows]; times minus the weights' offset: W_I4_DYN int32
   // [groups][rows], W_I8_DYN int32 [rows].
   const void* x_sums;
+  // In chunks, if several tiles read the same weights in a format that is widened: where the chunks of these weights are kept, and
+  // whether this tile has to put them there. Or null.
+  uint8_t* widened;
+  bool widen;
 };
 
 // Sums of one tile on their way out; the 32 columns of a panel go to two places of 16.
@@ -91,7 +94,7 @@ struct LinearKernels {
   float (*quantize)(const void* x, DType dtype, int64_t count, int8_t* q);
   int tile_rows[kFormats];  // rows of a full tile
   int pair_rows[kFormats];  // tiles of at most so many rows take two panels at a time
-  bool plain_rows[kFormats];
+  bool in_chunks[kFormats];
   void (*release)();  // called when a thread is done for now; or null
   int wide_from[kFormats];  // tiles of so many rows and more have wide rows; 0: none. Rows are bfloat16
   // Tiles of so many rows and more read a panel several times, a part of the outputs each time, and prefetch the next panel meanwhile,
@@ -99,7 +102,8 @@ struct LinearKernels {
   int again_from[kFormats];
 };
 
-constexpr int kChunkDwords = 16;  // of a row, where rows are plain
+constexpr int kChunkDwords = 16;  // of a row
+constexpr int kChunkBytes = kChunkDwords * kUnitBytes;  // of a panel: 16 steps
 
 inline bool reaches(int from, int64_t rows) { return from != 0 && rows >= from; }
 inline bool has_wide_rows(const LinearKernels& kernels, Format f, int64_t rows) { return reaches(kernels.wide_from[f], rows); }

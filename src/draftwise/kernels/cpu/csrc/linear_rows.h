@@ -17,16 +17,25 @@ struct Tiles {
   int64_t rows;
   Tiles(int64_t rows, int limit) : count(int((rows + limit - 1) / limit)), rows(rows) {}
   int64_t begin(int tile) const { return rows * tile / count; }
+  int64_t tallest() const { return (rows + count - 1) / count; }
 };
 
-// Dwords of a packed row, or the room for them if some tiles have wide rows. Plain rows have a chunk to spare: the last one of a group may
-// reach beyond it, and rows whose distance is a power of two would stand in each other's way in the cache.
-int64_t row_steps(const LinearKernels& kernels, const Linear& w) {
-  if (!kernels.plain_rows[w.format]) return w.steps() * (kernels.wide_from[w.format] != 0 ? 2 : 1);
-  return ((w.steps() + kChunkDwords - 1) / kChunkDwords + 1) * kChunkDwords;
+// Chunks of a group; not grouped: of a row.
+int64_t group_chunks(const Linear& w) {
+  return (w.group_units * steps_per_unit(w.format) + kChunkDwords - 1) / kChunkDwords;
+}
+// In which chunk unit u begins, where one does. Example: groups of 12 units of one step; unit 24 begins group 2, and chunk 2.
+int64_t chunk_at(const Linear& w, int64_t u) {
+  return is_grouped(w.format) ? u / w.group_units * group_chunks(w) : u * steps_per_unit(w.format) / kChunkDwords;
 }
 
-// Rows as kernels want them, in one buffer: per tile [steps][R] dwords (wide: [steps][2][R]; plain: [R][steps]), then per tile sums of the rows' values
+// Dwords of a packed row, or the room for them if some tiles have wide rows.
+int64_t row_steps(const LinearKernels& kernels, const Linear& w) {
+  if (kernels.in_chunks[w.format]) return w.groups() * group_chunks(w) * kChunkDwords;
+  return w.steps() * (kernels.wide_from[w.format] != 0 ? 2 : 1);
+}
+
+// Rows as kernels want them, in one buffer: per tile [steps][R] dwords (wide: [steps][2][R]; in chunks: [chunks][R][16]), then per tile sums of the rows' values
 // [groups][R], then the rows' scales [rows].
 struct PackedRows {
   uint32_t* steps;
@@ -98,6 +107,24 @@ void scatter_four(const uint8_t* const (&rows)[4], int64_t bytes, int64_t steps,
                                      packed + blocks * 4 * kDwords * height + r);
 }
 
+// One row's dwords into row r of the chunks of a tile.
+void scatter_chunks(const Linear& w, const uint8_t* row, int64_t bytes, int64_t height, uint32_t* packed) {
+  constexpr int64_t kBytes = kChunkDwords * 4;
+  const int64_t chunks = group_chunks(w), group = int64_t(w.group_units) * steps_per_unit(w.format) * 4;
+  for (int64_t g = 0; g < w.groups(); ++g) {
+    const uint8_t* from = row + g * group;
+    int64_t left = std::max<int64_t>(std::min(group, bytes - g * group), 0);
+    for (int64_t c = 0; c < chunks; ++c, left -= kBytes, from += kBytes, packed += height * kChunkDwords) {
+      if (left >= kBytes) {
+        std::memcpy(packed, from, kBytes);
+        continue;
+      }
+      std::memset(packed, 0, kBytes);
+      if (left > 0) std::memcpy(packed, from, size_t(left));
+    }
+  }
+}
+
 float sum_bf16(const uint8_t* values, int64_t count) {
   float sums[8] = {};
   for (int64_t i = 0; i < count; ++i) {
@@ -133,8 +160,8 @@ void sum_groups(const Linear& w, const uint8_t* values, int64_t height, uint32_t
 void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin, int64_t end, const PackedRows& packed) {
   const Linear& w = *c.weights;
   const int64_t height = end - begin, room = row_steps(kernels, w), element = element_bytes(w.input);
-  const bool plain = kernels.plain_rows[w.format], wide = has_wide_rows(kernels, w.format, height);
-  const int64_t steps = plain ? room : w.steps();
+  const bool wide = has_wide_rows(kernels, w.format, height);
+  const int64_t steps = w.steps();
   const bool dynamic = is_dynamic(w.format);
   const int64_t bytes = w.inputs * (dynamic ? 1 : element);
   auto* q = dynamic ? static_cast<int8_t*>(t_quantized.reserve(size_t(4 * w.inputs))) : nullptr;
@@ -150,8 +177,9 @@ void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin,
       }
       if (dynamic || is_grouped(w.format)) sum_groups(w, rows[i], height, packed.sums + begin * w.groups() + r);
     }
-    if (plain) {
-      for (int i = 0; i < count; ++i) scatter(rows[i], bytes, steps, 1, packed.steps + (begin + first + i) * steps);
+    if (kernels.in_chunks[w.format]) {
+      for (int i = 0; i < count; ++i)
+        scatter_chunks(w, rows[i], bytes, height, packed.steps + begin * room + (first + i) * kChunkDwords);
       continue;
     }
     uint32_t* to = packed.steps + begin * room + first;

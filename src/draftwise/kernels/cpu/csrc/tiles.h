@@ -130,9 +130,9 @@ inline void tile_dot_bf16() {
   }
 }
 
-// TDPBSUD: bytes with sign (A) times bytes without (B).
-template <int C, int A, int B>
-inline void tile_dot_bytes() {
+// TDPBSUD, TDPBSSD: bytes with sign (A) times bytes without or with (B).
+template <class Byte, int C, int A, int B>
+inline void tile_dot_bytes_of() {
   const int rows = rows_of(C);
   if (rows_of(A) != rows || rows_of(B) != kTileRows) __builtin_trap();
   for (int m = 0; m < rows; ++m)
@@ -141,9 +141,17 @@ inline void tile_dot_bytes() {
       memcpy(&total, &t_unit.data[C][m][n * 4], 4);
       for (int k = 0; k < 16; ++k)
         for (int i = 0; i < 4; ++i)
-          total += int32_t(int8_t(t_unit.data[A][m][k * 4 + i])) * int32_t(t_unit.data[B][k][n * 4 + i]);
+          total += int32_t(int8_t(t_unit.data[A][m][k * 4 + i])) * int32_t(Byte(t_unit.data[B][k][n * 4 + i]));
       memcpy(&t_unit.data[C][m][n * 4], &total, 4);
     }
+}
+template <int C, int A, int B>
+inline void tile_dot_bytes() {
+  tile_dot_bytes_of<uint8_t, C, A, B>();
+}
+template <int C, int A, int B>
+inline void tile_dot_signed() {
+  tile_dot_bytes_of<int8_t, C, A, B>();
 }
 
 #else
@@ -184,6 +192,10 @@ inline void tile_dot_bf16() {
 template <int C, int A, int B>
 inline void tile_dot_bytes() {
   __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+inline void tile_dot_signed() {
+  __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 #endif
