@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from draftwise.kernels.cpu.library import native_library
 from draftwise.kernels.cpu.ranks import SharedRanks, shared_bytes
 from draftwise.kernels.ranks import Part, Ranks
@@ -25,6 +27,8 @@ def on_ranks(size: int, work: Callable[[Ranks], T], seconds: float = 30.0) -> li
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
+        # Ranks of one process would share a pool of threads, and one that waits for another would keep it from that.
+        torch.set_num_threads(1)
         try:
             answers[rank] = work(SharedRanks(library, memory, Part(rank, size), seconds))
         except BaseException as error:

@@ -23,15 +23,17 @@ def pass_times(model: GraphedDecoder, kv: KVStorage, num_blocks: int) -> list[Pa
     """The times of whole passes: of 1, 2, 4, ... requests with every number of rows up to the widest.
 
     A batch in which a request has two rows runs in the narrowest pass with two rows or more: it takes that pass's time.
-    Nothing may be in the cache yet: the passes write to its blocks.
+    Nothing may be in the cache yet: the passes write to its blocks. Contexts are as long as the model allows.
 
     Example: passes of 1 and of 4 rows: of one request 1 row, and three times the same for 2, 3 and 4.
     """
     shapes = {(shape.requests, shape.rows) for shape in model.captures.passes}
     widths = sorted({rows for _, rows in shapes})
     found: list[PassTime] = []
+    longest = model.config.max_model_len - max(widths, default=1)
+    contexts = sorted({min(context, longest) for context in _CONTEXTS}) if longest > 0 else []
     for requests in sorted({n for n, _ in shapes if n & (n - 1) == 0}):
-        for context in _CONTEXTS:
+        for context in contexts:
             before = 0
             for width in widths:
                 seconds = None

@@ -70,6 +70,7 @@ def assembled(
             if part == "weight" and parameter.ndim == 2:
                 names[id_of(parameter)] = name
     traced = trace(decoder, way, stacks)
+    rounded_rows = any(module.layer.rounds_rows for module in stored.values())
 
     def maker() -> Assembler:
         found = Assembler(ops, calls, frequencies(model), config.max_model_len, traced, names, stored)
@@ -84,7 +85,9 @@ def assembled(
         logger.info("%d pairs of layers are divided among %d ranks", divided.count, ranks.part.size)
         known = dict(ranks.tables)
         with with_imagined(divided.nodes):  # what is made up is compared: the rest of it is nowhere
-            _compare(AssembledDecoder(config, ops, maker().make(lambda _: None)), reference, rounded)
+            _compare(
+                AssembledDecoder(config, ops, maker().make(lambda _: None)), reference, rounded, rounded_rows
+            )
         ranks.tables.clear()  # of made-up ones
         ranks.tables.update(known)
         gc.collect()  # what was put together holds itself, and the collector rests while models load
@@ -102,15 +105,15 @@ def assembled(
         config = replace(config, sliding_window=tuple(call.window for call in calls))
     found = AssembledDecoder(config, ops, parts)
     if ranks is None:
-        _compare(found, reference, rounded)
+        _compare(found, reference, rounded, rounded_rows)
     logger.info("%s runs on own operations: %d attention layers, %d linear layers, %d mixtures of experts",
                 config.architecture, len(calls), parts.num_linears, parts.num_mixtures)  # fmt: skip
     return recorded(found, ops)
 
 
-def _compare(decoder: AssembledDecoder, reference: Reference, rounded: bool) -> None:
+def _compare(decoder: AssembledDecoder, reference: Reference, rounded: bool, rounded_rows: bool) -> None:
     try:
-        check(decoder, reference, exchanged=True, rounded=rounded)
+        check(decoder, reference, exchanged=True, rounded=rounded, rounded_rows=rounded_rows)
     except ModelLoadError as error:
         raise WrongAssembly(str(error)) from error
 

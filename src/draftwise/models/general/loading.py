@@ -46,6 +46,7 @@ from draftwise.models.general.probing import (
     units_of,
 )
 from draftwise.models.general.quiet import quiet
+from draftwise.models.general.stored import StoredLinear
 from draftwise.models.general.ways import Interface, Way
 from draftwise.models.gguf.reader import is_gguf
 from draftwise.models.weights import release_freed_memory
@@ -196,7 +197,8 @@ def _prepared(
         packed = exchange(model, linears, ops, head) + exchange_experts(model, stacks, ops)
         packed += stored_bytes(list(model.modules()))
         decoder.renew()
-        check(decoder, reference, exchanged=True, rounded=rounded)
+        rows = any(isinstance(m, StoredLinear) and m.layer.rounds_rows for m in model.modules())
+        check(decoder, reference, exchanged=True, rounded=rounded, rounded_rows=rows)
     rest = {id(p): p for p in [*model.parameters(), *model.buffers()]}
     decoder.weight_size = packed + sum(p.numel() * p.element_size() for p in rest.values())
     count = sum(isinstance(module, PackedLinear) for module in model.modules())

@@ -63,6 +63,11 @@ class StoredLayer(ABC):
         outputs, inputs = cut.own_shape
         return replace(self._cut(cut), outputs=outputs, inputs=inputs, of=self, own=cut)
 
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether the checkpoint's form has its rows rounded."""
+        return False
+
     @abstractmethod
     def _cut(self, cut: Cut) -> Self:
         """The layer with the tensors of a part of it; its sizes are set by the caller."""
@@ -94,6 +99,10 @@ class QuantizedLayer(StoredLayer):
     @property
     def kind(self) -> Hashable:
         return self.form.name, self.form.dynamic
+
+    @property
+    def rounds_rows(self) -> bool:
+        return self.form.dynamic
 
     def check(self) -> list[str]:
         """Names of tensors that are missing.
