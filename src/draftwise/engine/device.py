@@ -186,7 +186,7 @@ def build_device(
     )
     if executor.seats is not None and isinstance(model, GraphedDecoder):
         learned = config.speculation_control == "adaptive"
-        facts = replace(facts, pass_times=pass_times(model, storage, num_blocks) if learned else ())
+        facts = replace(facts, pass_times=pass_times(model, storage, num_blocks, clock) if learned else ())
     return Device(model, executor, tokenizer, grammars, facts)
 
 

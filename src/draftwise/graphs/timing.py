@@ -4,6 +4,7 @@ requests that draft need make none (`AdaptiveController`, ``seated``)."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,7 +20,12 @@ _REPLAYS = 2
 
 
 @torch.inference_mode()
-def pass_times(model: GraphedDecoder, kv: KVStorage, num_blocks: int) -> list[PassTime]:
+def pass_times(
+    model: GraphedDecoder,
+    kv: KVStorage,
+    num_blocks: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[PassTime]:
     """The times of whole passes: of 1, 2, 4, ... requests with every number of rows up to the widest.
 
     A batch in which a request has two rows runs in the narrowest pass with two rows or more: it takes that pass's time.
@@ -38,7 +44,7 @@ def pass_times(model: GraphedDecoder, kv: KVStorage, num_blocks: int) -> list[Pa
             for width in widths:
                 seconds = None
                 if (requests, width) in shapes:
-                    seconds = _time(model, kv, num_blocks, requests, width, context)
+                    seconds = _time(model, kv, num_blocks, requests, width, context, clock)
                 if seconds is not None:
                     each = range(before + 1, width + 1)
                     found += [PassTime(requests, requests * n, context, seconds) for n in each]
@@ -47,7 +53,13 @@ def pass_times(model: GraphedDecoder, kv: KVStorage, num_blocks: int) -> list[Pa
 
 
 def _time(
-    model: GraphedDecoder, kv: KVStorage, num_blocks: int, requests: int, rows: int, context: int
+    model: GraphedDecoder,
+    kv: KVStorage,
+    num_blocks: int,
+    requests: int,
+    rows: int,
+    context: int,
+    clock: Callable[[], float],
 ) -> float | None:
     """Seconds of one pass; None: no captured pass is so long."""
     blocks = -(-(context + rows) // kv.block_size)
@@ -63,8 +75,8 @@ def _time(
         return None
     replay()
     model.backend.fence().synchronize()
-    begun = time.perf_counter()
+    begun = clock()
     for _ in range(_REPLAYS):
         replay()
     model.backend.fence().synchronize()
-    return (time.perf_counter() - begun) / _REPLAYS
+    return (clock() - begun) / _REPLAYS

@@ -24,9 +24,9 @@ def imagined(
     ``_STEP * outputs + inputs`` numbers. Their deviation is such that products of rows of deviation 1 have it, too;
     ``rows_of_one``: they have it themselves, as an embedding whose rows are not drowned by what layers add."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    numbers = torch.randn(_STEP * outputs + inputs, generator=generator) / (
-        1.0 if rows_of_one else math.sqrt(inputs)
-    )
+    # Not of torch's default type, which Transformers changes while it builds a model, maybe in another thread.
+    numbers = torch.randn(_STEP * outputs + inputs, generator=generator, dtype=torch.float32)
+    numbers /= 1.0 if rows_of_one else math.sqrt(inputs)
     return numbers.to(dtype).as_strided((outputs, inputs), (_STEP, 1))
 
 
