@@ -64,7 +64,8 @@ DW_INLINE void interleave(const bf16* a, const bf16* b, uint32_t* first, uint32_
 struct TileSteps {
   using Row = bf16;
   using Cache = bf16;
-  static constexpr int VECTORS = BLOCK;
+  // Of a tile of rows: keys and values are packed once for so many. Scores and weights take 256 KB of the second-level cache.
+  static constexpr int VECTORS = 4 * BLOCK;
   static constexpr bool EVEN_ODD = false;
 
   int columns;       // dimensions in whole chunks
