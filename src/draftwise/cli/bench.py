@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
                 }
             )
         else:
-            _print(drawn)
+            _print(drawn, config.device)
     return 0
 
 
@@ -381,13 +381,24 @@ def _drafts(llm: LLM) -> str:
     return "methods draft where the controller finds that it pays"
 
 
-def _print(table: str) -> None:
+def _print(table: str, device: str) -> None:
+    """``device``: where the models ran."""
+    import torch
+
+    from draftwise.kernels.select import on_triton
+
     print(table, flush=True)
     facts = environment()
     cpu = facts["cpu"]
-    where = (
-        ", ".join(facts["gpus"]) or f"{cpu['model']}, {cpu['cores']} cores, {cpu['torch_threads']} threads"
-    )
-    kernels = textwrap.wrap(f"kernels: {facts['kernels']}", WIDTH)
-    for line in ("", where, *kernels, "ratios are of medians; methods alternate within the run"):
+    where = f"{cpu['model']}, {cpu['cores']} cores, {cpu['torch_threads']} threads"
+    kernels = facts["kernels"]
+    if device != "cpu":
+        where = ", ".join(facts["gpus"]) or device
+        kernels = "triton" if on_triton(torch.device(device)) else "torch"
+    for line in (
+        "",
+        where,
+        *textwrap.wrap(f"kernels: {kernels}", WIDTH),
+        "ratios are of medians; methods alternate within the run",
+    ):
         note(line)
