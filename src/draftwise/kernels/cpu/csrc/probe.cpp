@@ -32,8 +32,10 @@ int64_t float_portable(int64_t rounds) {
 
 const ProbeKernels& kernels() {
   switch (isa_current()) {
+#if DW_HAVE_AMX
+    case ISA_AMX: return probe_amx;
+#endif
 #if DW_HAVE_AVX512
-    case ISA_AMX:  // what tiles could do is not measured
     case ISA_AVX512: return probe_avx512;
 #endif
 #if DW_HAVE_AVX512VNNI

@@ -14,6 +14,9 @@ struct ProbeKernels {
 };
 
 extern const ProbeKernels probe_portable;
+#if DW_HAVE_AMX
+extern const ProbeKernels probe_amx;
+#endif
 #if DW_HAVE_AVX512
 extern const ProbeKernels probe_avx512;
 #endif
