@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from draftwise.kernels import replaced
-from draftwise.kernels.triton import attention, availability, linear, ops
+from draftwise.kernels.triton import attention, availability, linear
 from draftwise.models import self_test
 from draftwise.runner import step_checks
 from tests.fakes.fake_cuda_device import FakeCuda
@@ -163,7 +163,7 @@ def fake_launches(device: FakeCuda, how: How, *, tested: bool = False) -> Iterat
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", kernel))
         # who asks whether kernels are interpreted: on a device they are not, but in truth the products are
-        asking = (availability,) if how == "interpret" else (availability, attention, linear, ops)
+        asking = (availability,) if how == "interpret" else (availability, attention, linear)
         for module in asking:
             stack.enter_context(mock.patch.object(module, "interpreted", lambda: False))
         if not tested:
