@@ -231,9 +231,8 @@ class Explorer:
         seconds = max(more, 0.0) + option.draft_time
         gained = option.tokens * ready / len(idle) * prices.plain / n
         cost = max(seconds - gained, 0.2 * seconds)
-        if (
-            self._pauses
-        ):  # as in `_probe`: the belief may be wrong. Where passes were timed at the start, it is not
+        # As in `_probe`: the belief may be wrong. Where passes were timed at the start, it is not.
+        if self._pauses:
             cost = min(cost, 0.5 * self._most_steps * prices.plain)
         need = cost + self._catch_up(group, idle, nodes)
         if need > self._funds:

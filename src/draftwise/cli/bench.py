@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwise.bench.workloads import WORKLOADS, code_prompts, make_workload
 from draftwise.cli import bench_gpu, bench_kernels, bench_quality, bench_serve
-from draftwise.cli.env import environment
+from draftwise.cli.env import environment, machine
 from draftwise.cli.errors import UsageError
 from draftwise.cli.numbers import positive, temperature
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
@@ -383,18 +383,8 @@ def _drafts(llm: LLM) -> str:
 
 def _print(table: str, device: str) -> None:
     """``device``: where the models ran."""
-    import torch
-
-    from draftwise.kernels.select import on_triton
-
     print(table, flush=True)
-    facts = environment()
-    cpu = facts["cpu"]
-    where = f"{cpu['model']}, {cpu['cores']} cores, {cpu['torch_threads']} threads"
-    kernels = facts["kernels"]
-    if device != "cpu":
-        where = ", ".join(facts["gpus"]) or device
-        kernels = "triton" if on_triton(torch.device(device)) else "torch"
+    where, kernels = machine(device)
     for line in (
         "",
         where,

@@ -144,6 +144,19 @@ def environment() -> dict[str, Any]:
     }
 
 
+def machine(device: str) -> tuple[str, str]:
+    """The processor, or the GPUs, that models run on, and whose kernels they use there."""
+    import torch
+
+    from draftwise.kernels.select import on_triton
+
+    facts = environment()
+    cpu = facts["cpu"]
+    if device == "cpu":
+        return f"{cpu['model']}, {cpu['cores']} cores, {cpu['torch_threads']} threads", facts["kernels"]
+    return ", ".join(facts["gpus"]) or device, "triton" if on_triton(torch.device(device)) else "torch"
+
+
 def _kernels() -> str:
     """The kernels for models on the CPU: the native instruction set and the reason for it, or the reason why there
     are no native kernels."""

@@ -82,7 +82,6 @@ class Panels {
         cut_(cut_for(w_, kernels_, pass.call->rows, pass.tiles)), first_(w_.panels * task / pass.tasks),
         last_(w_.panels * (task + 1) / pass.tasks), after_(pass.after) {
     const int64_t rows = pass.call->rows, tile_rows = pass.tiles.tallest();
-    step_ = tile_rows <= kernels_.pair_rows[w_.format] ? 2 : 1;
     const int64_t kept = std::min(cut_.panels, last_ - first_) * std::min(cut_.tiles * tile_rows, rows);
     sums_ = static_cast<float*>(t_sums.reserve(size_t(kept * kPanel) * 4));
     if (kernels_.in_chunks[w_.format] && cut_.tiles > 1 && steps_per_unit(w_.format) > 1)
@@ -109,8 +108,8 @@ class Panels {
       for (int64_t u = 0; u < w_.units; u += cut_.units) {
         const int64_t units = std::min(cut_.units, w_.units - u);
         const bool done = u + units == w_.units;
-        for (int64_t p = g; p < end; p += step_) {
-          const int64_t panels = std::min(step_, end - p);
+        for (int64_t p = g; p < end; p += cut_.step) {
+          const int64_t panels = std::min(cut_.step, end - p);
           Tile t;
           t.w = at(p, u);
           t.panel_stride = w_.panel_bytes();
@@ -170,7 +169,6 @@ class Panels {
   const Cut cut_;
   const int64_t first_, last_;
   const uint8_t* after_;  // what this thread reads behind the task
-  int64_t step_;          // panels of a tile
   float* sums_;
   uint8_t* widened_ = nullptr;
   bool sharing_, cold_;

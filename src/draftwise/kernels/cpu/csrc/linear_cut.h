@@ -12,6 +12,7 @@ struct Cut {
   int64_t units;   // of k at a time
   int64_t panels;  // that take turns at each part of k: so many partial sums are kept
   int tiles;       // of rows at a time
+  int64_t step;    // panels of a tile
 };
 
 // Kernels that hold outputs in the lanes of vectors: a tile's rows come from the first-level cache, weights are read once.
@@ -28,7 +29,7 @@ Cut cut_for_lanes(const Linear& w, const LinearKernels& kernels, int64_t rows, c
     units = ((w.units + blocks - 1) / blocks + whole - 1) / whole * whole;
   }
   const int64_t panels = units < w.units ? std::max(step, kSumBytes / (rows * kPanel * 4) / step * step) : step;
-  return Cut{units, panels, tiles.count};
+  return Cut{units, panels, tiles.count, step};
 }
 
 // Kernels on tiles: sums stay in the unit over a part of k, and both factors may come from the second-level cache. One tile of rows has all
@@ -40,7 +41,7 @@ constexpr int64_t kCutRowBytes = 1 << 20;    // of rows
 constexpr int64_t kCutSumBytes = 512 << 10;  // of partial sums
 
 Cut cut_for_tiles(const Linear& w, const Tiles& tiles, int64_t tile_rows) {
-  if (tiles.count == 1) return Cut{w.units, 1, 1};
+  if (tiles.count == 1) return Cut{w.units, 1, 1, 1};
   const int64_t steps = steps_per_unit(w.format);
   const int64_t whole = is_grouped(w.format) ? w.group_units : kChunkDwords / steps;
   const int64_t blocks = (w.groups() * group_chunks(w) + kCutChunks - 1) / kCutChunks;
@@ -48,7 +49,7 @@ Cut cut_for_tiles(const Linear& w, const Tiles& tiles, int64_t tile_rows) {
   const int64_t most = std::clamp<int64_t>(kCutRowBytes / (tile_rows * units * steps * 4), 1, tiles.count);
   const int64_t parts = (tiles.count + most - 1) / most, together = (tiles.count + parts - 1) / parts;
   const int64_t panels = units < w.units ? std::max<int64_t>(1, kCutSumBytes / (together * tile_rows * kPanel * 4)) : 1;
-  return Cut{units, panels, int(together)};
+  return Cut{units, panels, int(together), 1};
 }
 
 Cut cut_for(const Linear& w, const LinearKernels& kernels, int64_t rows, const Tiles& tiles) {

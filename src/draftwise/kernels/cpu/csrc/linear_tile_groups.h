@@ -69,18 +69,6 @@ DW_INLINE void add_waiting(const Waiting& w, bool zeros, float* totals, int rows
           : add_rows<kIntegers, false, 1>(w, totals, rows, begin, end);
 }
 
-// One half of a panel's sums: outputs 0..15 are C0 and C2, outputs 16..31 C1 and C3.
-template <bool kTwo, int kUpper, int kLower>
-DW_INLINE void zero_half() {
-  tile_zero<kUpper>();
-  if (kTwo) tile_zero<kLower>();
-}
-template <bool kTwo, int kUpper, int kLower>
-DW_INLINE void store_half(int upper, float* sums) {
-  tile_store<kUpper>(sums, kSumStride);
-  if (kTwo) tile_store<kLower>(sums + upper * kPanel, kSumStride);
-}
-
 // Storing a tile takes as long as multiplying it, and waits for that. So the two halves of a panel take turns: while one is multiplied,
 // the other one is stored, and vectors add the sums of the two groups before to the totals, a third of the rows at a time:
 //

@@ -48,21 +48,26 @@ DW_INLINE void load_sums(int upper, const float* sums) {
   tile_load<C2>(sums + upper * kPanel, kSumStride);
   tile_load<C3>(sums + upper * kPanel + 16, kSumStride);
 }
+// One half of a panel's sums: outputs 0..15 are C0 and C2, outputs 16..31 C1 and C3.
+template <bool kTwo, int kUpper, int kLower>
+DW_INLINE void zero_half() {
+  tile_zero<kUpper>();
+  if (kTwo) tile_zero<kLower>();
+}
+template <bool kTwo, int kUpper, int kLower>
+DW_INLINE void store_half(int upper, float* sums) {
+  tile_store<kUpper>(sums, kSumStride);
+  if (kTwo) tile_store<kLower>(sums + upper * kPanel, kSumStride);
+}
 template <bool kTwo>
 DW_INLINE void zero_sums() {
-  tile_zero<C0>();
-  tile_zero<C1>();
-  if (!kTwo) return;
-  tile_zero<C2>();
-  tile_zero<C3>();
+  zero_half<kTwo, C0, C2>();
+  zero_half<kTwo, C1, C3>();
 }
 template <bool kTwo>
 DW_INLINE void store_sums(int upper, float* sums) {
-  tile_store<C0>(sums, kSumStride);
-  tile_store<C1>(sums + 16, kSumStride);
-  if (!kTwo) return;
-  tile_store<C2>(sums + upper * kPanel, kSumStride);
-  tile_store<C3>(sums + upper * kPanel + 16, kSumStride);
+  store_half<kTwo, C0, C2>(upper, sums);
+  store_half<kTwo, C1, C3>(upper, sums + 16);
 }
 
 }  // namespace
