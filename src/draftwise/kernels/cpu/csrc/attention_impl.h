@@ -7,7 +7,8 @@
 namespace dw {
 namespace {
 
-// out = acc / sum, for the query vectors [first, first + states.M) of the tile.
+// out = acc / sum, for the query vectors [first, first + states.M) of the tile. A zero has no sign: which one a sum has may depend on what
+// nobody sees.
 template <class Steps>
 void write_out(const Work<typename Steps::Row, typename Steps::Cache>& w, const States& states, int first) {
   using T = typename Steps::Row;
@@ -27,31 +28,8 @@ void write_out(const Work<typename Steps::Row, typename Steps::Cache>& w, const 
     int d = 0;
     for (; d + 4 * LANES <= w.dim; d += 4 * LANES)
       for (int c = 0; c < 4 * LANES; c += 2 * LANES)
-        store_values<Steps::EVEN_ODD>(to + d + c, load(from + d + c) / sum, load(from + d + c + LANES) / sum);
-    for (; d < w.dim; d += LANES) store_n(to + d, load(from + d) / sum, w.dim - d < LANES ? w.dim - d : LANES);
-  }
-}
-
-// Scores of the partition at hand -> exponentials; what each vector sees goes to w.at.lo and hi.
-template <class T, class S>
-void soften_all(Work<T, S>& w, float* top, float* sum) {
-  const int own_base = w.rows.context - w.base;
-  for (int m = 0; m < w.M; m++) {
-    const int i = m / w.group, pos = w.position(i);
-    const int f = w.rows.first_visible(pos);
-    int a = f > w.base ? f - w.base : 0, b = w.rows.last_visible(w.item.tile.first + i) + 1 - w.base;
-    if (b > PARTITION) b = PARTITION;
-    if (a >= b) a = b = 0;
-    float* scores = w.at.scores + m * PARTITION;
-    if (w.rows.tree) {
-      const int32_t* path = w.at.path + i * MAX_TREE_ROWS;
-      for (int j = a > w.plain ? a : w.plain; j < b; j++) scores[j] = w.at.own[m * MAX_TREE_ROWS + path[j - own_base]];
-    }
-    top[m] = MINUS_INF;
-    sum[m] = 0.0f;
-    w.at.lo[m] = a;
-    w.at.hi[m] = b;
-    if (a < b) soften(scores, a, b, w.call.scale, w.call.softcap, &top[m], &sum[m]);
+        store_values<Steps::EVEN_ODD>(to + d + c, load(from + d + c) / sum + 0.0f, load(from + d + c + LANES) / sum + 0.0f);
+    for (; d < w.dim; d += LANES) store_n(to + d, load(from + d) / sum + 0.0f, w.dim - d < LANES ? w.dim - d : LANES);
   }
 }
 
@@ -59,7 +37,7 @@ template <class Steps>
 void run_item(const AttentionItem* item) {
   Arena arena{item->scratch};
   Work<typename Steps::Row, typename Steps::Cache> w(*item, arena);
-  Steps steps(arena, w.M, w.dim);
+  Steps steps(arena, w.M, w.dim, w.group);
   const QueryTile& tile = item->tile;
   int lowest = INT32_MAX;  // first key that any row sees
   for (int i = 0; i < tile.count; i++) {
@@ -69,7 +47,7 @@ void run_item(const AttentionItem* item) {
   steps.begin(w);
   if (w.rows.tree) {
     w.find_paths();
-    if (item->end * PARTITION > w.rows.context) steps.score(w, w.at.own_slots, w.rows.own_keys, w.at.own, MAX_TREE_ROWS);
+    if (item->end * PARTITION > w.rows.context) steps.score_own(w);
   }
   States states(w.at.states, w.M, w.padded, item->begin == tile.begin);
   for (int part = item->begin; part < item->end; part++) {
@@ -78,13 +56,10 @@ void run_item(const AttentionItem* item) {
     const int plain = w.plain_end() - w.base;
     w.plain = plain < 0 ? 0 : plain > PARTITION ? PARTITION : plain;
     const int skip = lowest > w.base ? (lowest - w.base) / LANES * LANES : 0;
-    if (w.plain > skip) {
-      w.find_slots(w.base + skip, w.plain - skip, w.at.slots + skip);
-      steps.score(w, w.at.slots + skip, w.plain - skip, w.at.scores + skip, PARTITION);
-    }
+    if (w.plain > skip) w.find_slots(w.base + skip, w.plain - skip, w.at.slots + skip);
+    w.find_seen();
     const int at = states.next();
-    soften_all(w, states.top(at), states.sum(at));
-    steps.weigh(w, states.acc(at));
+    steps.partition(w, skip, states.top(at), states.sum(at), states.acc(at));
     states.push(0, part);
   }
   steps.end();
@@ -123,7 +98,7 @@ template <class Steps>
 int64_t scratch_floats(const AttentionCall* call, int vectors, int partitions) {
   Arena arena{nullptr};
   Scratch scratch(arena, vectors, whole_vectors(call->head_dim), partitions);
-  Steps steps(arena, vectors, call->head_dim);
+  Steps steps(arena, vectors, call->head_dim, call->num_heads / call->num_kv_heads);
   return arena.floats;
 }
 

@@ -159,29 +159,59 @@ void score_keys(Work<T, S>& w, const float* q, float* kt, const int32_t* slots, 
   }
 }
 
-// Scores -> exponentials, in place, for keys [lo, hi) of a partition; the other lanes of their vectors become 0.
-DW_INLINE void soften(float* scores, int lo, int hi, float scale, float softcap, float* top, float* sum) {
-  vi lanes = lane_numbers();
-  int begin = lo / LANES * LANES;
+// What a query vector sees of a partition's scores: keys [lo, hi).
+struct Seen {
+  int lo, hi;
+  DW_INLINE bool whole(int j) const { return j >= lo && j + LANES <= hi; }  // all lanes of a vector
+  DW_INLINE vi lanes(int j) const {
+    const vi all = lane_numbers();
+    return (all >= lo - j) & (all < hi - j);
+  }
+};
+
+// The greatest of the scores that are seen, before they are multiplied with the scale. Scores that have a cap, or a scale that turns them
+// around, are changed to what they are with it: then `scale` becomes 1.
+DW_INLINE float greatest(float* scores, Seen seen, float softcap, float* scale) {
+  const int first = seen.lo / LANES * LANES;
+  if (softcap > 0 || !(*scale > 0)) {
+    for (int j = first; j < seen.hi; j += LANES) {
+      vf s = load(scores + j) * *scale;
+      if (softcap > 0) s = tanh(s * (1.0f / softcap)) * softcap;
+      store(scores + j, s);
+    }
+    *scale = 1.0f;
+  }
   vf high = splat(MINUS_INF);
-  for (int j = begin; j < hi; j += LANES) {
-    vf s = load(scores + j) * scale;
-    if (softcap > 0) s = tanh(s * (1.0f / softcap)) * softcap;
-    vi at = lanes + j;
-    vi seen = (at >= lo) & (at < hi);
-    s = select(seen, s, splat(MINUS_INF));
-    high = max(s, high);
-    store(scores + j, s);
+  for (int j = first; j < seen.hi; j += LANES) {
+    const vf s = load(scores + j);
+    high = max(seen.whole(j) ? s : select(seen.lanes(j), s, splat(MINUS_INF)), high);
   }
-  float peak = max_lanes(high);
+  return max_lanes(high);
+}
+
+// Scores -> exp(scale * (score - peak)) of vectors [begin, end), 0 where a key is not seen; returns the sum. `write(j, weights)` gets N
+// vectors at a time, after their scores were read.
+template <int N, bool All, class Write>
+DW_INLINE float soften(const float* scores, Seen seen, int begin, int end, float scale, float peak, const Write& write) {
+  const float factor = scale * 1.44269504088896341f;  // 2^(x / ln 2) is e^x
+  const vf down = splat(-(peak * factor));
   vf total = splat(0.0f);
-  for (int j = begin; j < hi; j += LANES) {
-    vf p = exp(load(scores + j) - peak);
-    total += p;
-    store(scores + j, p);
+  for (int j = begin; j < end; j += N * LANES) {
+    vf weights[N];
+    for (int i = 0; i < N; i++) {
+      const int at = j + i * LANES;
+      weights[i] = exp2(fma(load(scores + at), splat(factor), down));
+      if (!All && !seen.whole(at)) weights[i] = select(seen.lanes(at), weights[i], splat(0.0f));
+      total += weights[i];
+    }
+    write(j, weights);
   }
-  *top = peak;
-  *sum = sum_lanes(total);
+  return sum_lanes(total);
+}
+template <int N, class Write>
+DW_INLINE float soften(const float* scores, Seen seen, int begin, int end, float scale, float peak, const Write& write) {
+  if (seen.lo <= begin && end <= seen.hi) return soften<N, true>(scores, seen, begin, end, scale, peak, write);
+  return soften<N, false>(scores, seen, begin, end, scale, peak, write);
 }
 
 }  // namespace

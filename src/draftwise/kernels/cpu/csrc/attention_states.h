@@ -27,26 +27,31 @@ struct States {
 
   // State i + 1 into state i.
   void merge(int i) const {
-    for (int m = 0; m < M; m++) {
-      float &a_top = top(i)[m], &a_sum = sum(i)[m];
-      const float b_top = top(i + 1)[m], b_sum = sum(i + 1)[m];
-      float* out = acc(i) + m * padded;
-      const float* next = acc(i + 1) + m * padded;
-      if (b_sum == 0.0f) continue;
-      if (a_sum == 0.0f) {
-        a_top = b_top;
-        a_sum = b_sum;
-        memcpy(out, next, sizeof(float) * (size_t)padded);
-        continue;
+    for (int first = 0; first < M; first += LANES) {
+      const int n = M - first < LANES ? M - first : LANES;
+      const vf a_top = load_n(top(i) + first, n), b_top = load_n(top(i + 1) + first, n);
+      const vf a_sum = load_n(sum(i) + first, n), b_sum = load_n(sum(i + 1) + first, n);
+      const vi seen = ((vi)a_sum & 0x7fffffff) >= 1, next_seen = ((vi)b_sum & 0x7fffffff) >= 1;  // NaN is
+      // Where one side sees nothing, the other one stays as it is.
+      const vf peak = select(seen & next_seen, max(b_top, a_top), select(next_seen, b_top, a_top));
+      const vf a = select(seen, exp(a_top - peak), splat(0.0f)), b = select(next_seen, exp(b_top - peak), splat(0.0f));
+      store_n(top(i) + first, peak, n);
+      store_n(sum(i) + first, fma(a_sum, a, b_sum * b), n);
+      float kept[LANES], added[LANES], sums[2][LANES];
+      store(kept, a);
+      store(added, b);
+      store(sums[0], a_sum);
+      store(sums[1], b_sum);
+      for (int m = 0; m < n; m++) {
+        float* out = acc(i) + (first + m) * padded;
+        const float* next = acc(i + 1) + (first + m) * padded;
+        if (sums[1][m] == 0.0f) continue;
+        if (sums[0][m] == 0.0f) {
+          memcpy(out, next, sizeof(float) * (size_t)padded);
+          continue;
+        }
+        for (int d = 0; d < padded; d += LANES) store(out + d, fma(load(out + d), splat(kept[m]), load(next + d) * added[m]));
       }
-      const float peak = b_top > a_top ? b_top : a_top;
-      const float down[LANES] = {a_top - peak, b_top - peak};
-      const vf both = exp(load(down));
-      const float a = both[0], b = both[1];
-      vf sums = fma(splat(a_sum), splat(a), splat(b_sum) * b);
-      a_sum = sums[0];
-      a_top = peak;
-      for (int d = 0; d < padded; d += LANES) store(out + d, fma(load(out + d), splat(a), load(next + d) * b));
     }
   }
   // What was computed at `next` is this block.

@@ -1,15 +1,19 @@
 // The arithmetic of attention on tiles (tiles.h), as attention_impl.h wants it: bfloat16 rows over a bfloat16 cache. A chunk is 32
 // dimensions for scores and 32 positions for values: what one instruction sums.
 //
-// Scores: A is 16 keys as they stand in the cache, B the query vectors as columns, 16 pairs of dimensions times 16 vectors. Keys need no
-// packing where 16 of them lie in consecutive slots, and query vectors are packed once for all keys.
+// Up to 32 query vectors are a block. Scores, weights and sums of a block follow one another while they are in the first-level cache. Where
+// there are more blocks, keys and values of a partition are packed once for all.
 //
-//   A  key 0   d0 d1 | d2 d3 | ... | d30 d31      B  d0 d1    of vector 0, of vector 1, ... of vector 15
-//      key 1                                         d2 d3
-//      ...                                           ...                       C[key][vector] += A B
+// Scores: the query vectors are rows of one tile, the keys columns of the other one, or, in a single block, the other way round: keys then
+// need no packing where 16 of them lie in consecutive slots, but scores have to be turned. Both give the same bits: a product does not
+// depend on the order of its factors.
 //
-// Values: A is the weights of 16 vectors for 32 positions, B the values of pairs of positions, 16 dimensions. A weight is the sum of two
-// bfloat16 (high, low), which keep 16 of its bits; each chunk is multiplied with the high ones, then with the low ones.
+//   A  vector 0   d0 d1 | d2 d3 | ... | d30 d31      B  d0 d1    of key 0, of key 1, ... of key 15
+//      vector 1                                         d2 d3
+//      ...                                              ...                       C[vector][key] += A B
+//
+// Values: A is the weights of 16 vectors for 32 positions, B the values of pairs of positions (n and 16 + n), 16 dimensions. A weight is the
+// sum of two bfloat16 (high, low), which keep 16 of its bits; each chunk is multiplied with the high ones, then with the low ones.
 //
 // Same bits: what an instruction does to one number of C depends on its row of A and its column of B alone, so neither the number of
 // vectors nor their place in a tile matters, and one row takes the way of 500. Chunks of positions begin at the beginning of the
@@ -20,96 +24,354 @@
 #pragma once
 
 #include "attention_impl.h"
-#include "tiles.h"
+#include "attention_tile_blocks.h"
 
 namespace dw {
 namespace {
 
-constexpr int CHUNK = 32;                // dimensions or positions
-constexpr int CHUNKS = PARTITION / CHUNK;
-constexpr int BLOCK = 2 * kTileRows;     // vectors, keys or dimensions in two tiles
-constexpr int PAIRS_OF_TILE = kTileRows * 16;  // dwords
+// Of a block of vectors, what the unit has to do next, a step at a time: its products take place while other code runs on vectors.
+struct TileTask {
+  // Sums: chunks [chunk, last) of dimensions d .. d + 31, then those of the next 32.
+  float* sums = nullptr;
+  const float* weights = nullptr;
+  int count = 0, d = 0, chunk = 0, first = 0, last = 0;
+  // Then scores of the block after it: keys [key, end).
+  float* scores = nullptr;
+  const uint32_t* vectors = nullptr;
+  int next_count = 0, key = 0, end = 0;
 
-// Two bfloat16 whose sum has the first 16 bits of a number.
-DW_INLINE void split(vf x, bf16* high, bf16* low) {
-#if defined(__AVX512BF16__)
-  __m256i first = (__m256i)_mm512_cvtneps_pbh((__m512)x);
-  memcpy(high, &first, sizeof first);
-  __m256i rest = (__m256i)_mm512_cvtneps_pbh((__m512)(x - load(high)));
-  memcpy(low, &rest, sizeof rest);
-#else
-  store(high, x);
-  store(low, x - load(high));
-#endif
-}
-
-// Pairs of positions: dword n is dimension n of `a` in the lower half, of `b` in the upper one; two vectors of 16 dimensions.
-DW_INLINE void interleave(const bf16* a, const bf16* b, uint32_t* first, uint32_t* second) {
-#if defined(__AVX512BW__)
-  const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const vu lower = lanes | (lanes + 32) << 16;  // of the 64 halves of both, those that make the first vector
-  const __m512i x = (__m512i)load_pairs(a), y = (__m512i)load_pairs(b);
-  const __m512i one = _mm512_permutex2var_epi16(x, (__m512i)lower, y);
-  const __m512i two = _mm512_permutex2var_epi16(x, (__m512i)(lower + 0x00100010u), y);
-  memcpy(first, &one, sizeof one);
-  memcpy(second, &two, sizeof two);
-#else
-  for (int half = 0; half < 2; half++) {
-    vu pairs = (vu)load(a + half * LANES) >> 16 | (vu)load(b + half * LANES);
-    memcpy(half == 0 ? first : second, &pairs, sizeof pairs);
+  int steps(int dim) const {
+    const int slices = (dim - d + BLOCK - 1) / BLOCK;
+    return (last > first && slices > 0 ? slices * (last - first) - (chunk - first) : 0) + (end > key ? (end - key + BLOCK - 1) / BLOCK : 0);
   }
-#endif
-}
+};
 
 struct TileSteps {
   using Row = bf16;
   using Cache = bf16;
-  // Of a tile of rows: keys and values are packed once for so many. Scores and weights take 256 KB of the second-level cache.
-  static constexpr int VECTORS = 4 * BLOCK;
+  // Of a tile of rows: keys and values are read and packed once for so many.
+  static constexpr int VECTORS = 16 * BLOCK;
   static constexpr bool EVEN_ODD = false;
 
-  int columns;       // dimensions in whole chunks
-  int vectors;       // in whole blocks
-  uint32_t* q;       // [vectors / 16][columns / 32][16 pairs of dimensions][16 vectors]
-  bf16* keys;        // [32][columns], those that cannot be read as they stand
-  float* scores;     // [32 keys][32 vectors]
-  bf16 *high, *low;  // [vectors + 32][PARTITION] weights; rows behind the last vector are multiplied and not looked at
-  uint32_t* values;  // [CHUNKS][2][16 pairs of positions][16 dimensions]
-  float* sums;       // [vectors + 32][columns]
-  float* row_sums;   // the same of a row that is done alone
-  int32_t* slots;    // [PARTITION] of the values to multiply with; -1: zero
+  // What vectors [first, first + count) see in the partition at hand: chunks [begin, end).
+  struct Block {
+    int first, count, begin, end;
+  };
 
-  TileSteps(Arena& arena, int M, int dim)
-      : columns((dim + CHUNK - 1) / CHUNK * CHUNK), vectors((M + BLOCK - 1) / BLOCK * BLOCK) {
-    const int64_t rows = vectors + BLOCK;
-    q = arena.take<uint32_t>((int64_t)vectors * columns / 2);
-    keys = arena.take<bf16>((int64_t)BLOCK * columns);
-    scores = arena.take<float>(BLOCK * BLOCK);
-    high = arena.take<bf16>(rows * PARTITION);
-    low = arena.take<bf16>(rows * PARTITION);
-    values = arena.take<uint32_t>(CHUNKS * 2 * PAIRS_OF_TILE);
-    sums = arena.take<float>(rows * columns);
-    row_sums = arena.take<float>(rows * columns);
+  int columns;      // dimensions in whole chunks
+  int step;         // vectors of a block: whole rows, if they fit
+  bool many;        // more than one block
+  uint32_t* q;      // many: [blocks][columns / 32][32 vectors][16 pairs of dimensions]; else [2][columns / 32][16 pairs][16 vectors]
+  bf16* keys;       // many: [columns / 32][PARTITION / 16][16 pairs][16 keys]; else [32][columns], those that cannot be read as they stand
+  float* turned;    // [32 keys][32 vectors], if there is one block
+  float* scores;    // [3 blocks, or 1][32][SCORE_STRIDE]; then weights, [CHUNKS][high 32, low 32] in their place; 32 rows behind the
+                    // last one may be multiplied, and are not looked at
+  uint32_t* values;      // [columns / 32][CHUNKS][2][16 pairs of positions][16 dimensions]
+  uint32_t* row_values;  // [CHUNKS][2][16][16] of a row that is done alone
+  float* sums;           // [32][columns] of a block that does not fill its tiles
+  float* row_sums;       // [32][columns] of a row that is done alone
+  int32_t* slots;        // [PARTITION] of the values to multiply with; -1: zero
+  int32_t* row_slots;    // the same of a row that is done alone
+
+  // Of the partition at hand: chunks [begin, shared) have the same values for all vectors; dimensions before `packed` are in `values`.
+  int begin_chunk = 0, shared = 0, packed = 0;
+
+  TileSteps(Arena& arena, int M, int dim, int group)
+      : columns((dim + CHUNK - 1) / CHUNK * CHUNK), step(group <= BLOCK ? BLOCK / group * group : BLOCK), many(M > BLOCK) {
+    const int blocks = (M + step - 1) / step;
+    q = arena.take<uint32_t>((int64_t)blocks * BLOCK * columns / 2);
+    keys = arena.take<bf16>((int64_t)(many ? PARTITION : BLOCK) * columns);
+    turned = arena.take<float>(many ? 0 : BLOCK * BLOCK);
+    scores = arena.take<float>((many ? 4 : 2) * BLOCK * SCORE_STRIDE);
+    values = arena.take<uint32_t>((int64_t)columns / CHUNK * CHUNKS * 2 * PAIRS_OF_TILE);
+    row_values = arena.take<uint32_t>(CHUNKS * 2 * PAIRS_OF_TILE);
+    sums = arena.take<float>((int64_t)BLOCK * columns);
+    row_sums = arena.take<float>((int64_t)BLOCK * columns);
     slots = arena.take<int32_t>(PARTITION);
+    row_slots = arena.take<int32_t>(PARTITION);
   }
 
   using Item = Work<bf16, bf16>;
 
   void begin(const Item& w) {
     shape_tiles(2 * kTileRows);
-    for (int v = 0; v < vectors; v += kTileRows)
-      for (int d = 0; d < columns; d += CHUNK) {
-        vf rows[LANES];
-        for (int i = 0; i < LANES; i++) rows[i] = v + i < w.M ? (vf)chunk_of(w.query(v + i), d, w.dim) : splat(0.0f);
-        transpose(rows);
-        uint32_t* to = query_tile(v, d);
-        for (int i = 0; i < LANES; i++) memcpy(to + i * LANES, &rows[i], sizeof rows[i]);
-      }
+    for (int block = 0; block * step < w.M; block++)
+      for (int d = 0; d < columns; d += CHUNK)
+        for (int v = 0; v < BLOCK; v += LANES) {
+          vf rows[LANES];
+          for (int i = 0; i < LANES; i++) {
+            const int m = block * step + v + i;
+            rows[i] = v + i < step && m < w.M ? (vf)chunk_of(w.query(m), d, w.dim) : splat(0.0f);
+          }
+          if (!many) transpose(rows);
+          store_tile(many ? vectors_of(block) + (d / CHUNK * 2 + v / LANES) * PAIRS_OF_TILE : columns_of(v, d), rows);
+        }
   }
   void end() { release_tiles(); }
 
-  // to[m][0 .. count): the keys in these slots.
-  void score(Item& w, const int32_t* at, int count, float* to, int stride) {
+  // w.at.own: scores of a tree's own keys.
+  void score_own(Item& w) {
+    const int count = w.rows.own_keys;
+    if (!many) return score_turned(w, w.at.own_slots, count, w.at.own, MAX_TREE_ROWS);
+    pack_keys(w, w.at.own_slots, 0, count);
+    for (int block = 0; block * step < w.M; block++) {
+      TileTask task;
+      plan_scores(task, block, count_of(w, block), 0, count);
+      finish(w, task);
+      for (int i = 0; i < count_of(w, block); i++)
+        memcpy(w.at.own + (block * step + i) * MAX_TREE_ROWS, scores_of(block) + i * SCORE_STRIDE, sizeof(float) * (size_t)count);
+    }
+  }
+
+  // The state (attention_states.h) of the keys at positions `skip` and on of the partition at hand.
+  //
+  // While block b goes from scores to weights, the unit multiplies the weights of block b - 1 with values, and the vectors of block b + 1
+  // with keys.
+  void partition(Item& w, int skip, float* top, float* sum, float* acc) {
+    find_shared(w);
+    if (many && w.plain > skip) pack_keys(w, w.at.slots, skip, w.plain);
+    if (!many && w.plain > skip) score_turned(w, w.at.slots + skip, w.plain - skip, scores + skip, SCORE_STRIDE);
+    const auto plan_next = [&](TileTask& task, const Block& next) {
+      if (!many || next.count <= 0) return;
+      const int from = next.begin * CHUNK > skip ? next.begin * CHUNK : skip;
+      plan_scores(task, next.first / step, next.count, from, next.end * CHUNK < w.plain ? next.end * CHUNK : w.plain);
+    };
+    Block block = block_of(w, 0), before{};
+    TileTask task;
+    plan_next(task, block);
+    finish(w, task);
+    for (int b = 0; b * step < w.M; b++) {
+      const Block next = block_of(w, b + 1);
+      task = TileTask{};
+      if (b > 0) plan_sums(w, task, before, acc);
+      plan_next(task, next);
+      soften_block(w, block, task, top, sum);
+      finish(w, task);
+      if (b > 0) end_sums(w, before, acc);
+      before = block;
+      block = next;
+    }
+    task = TileTask{};
+    plan_sums(w, task, before, acc);
+    finish(w, task);
+    end_sums(w, before, acc);
+  }
+
+ private:
+  uint32_t* vectors_of(int block) const { return q + (int64_t)block * BLOCK / 2 * columns; }
+  uint32_t* columns_of(int vector, int d) const { return q + (vector / LANES * (columns / CHUNK) + d / CHUNK) * PAIRS_OF_TILE; }
+  uint32_t* key_tile(int d, int key) const {
+    return (uint32_t*)keys + (int64_t)(d / CHUNK * (PARTITION / LANES) + key / LANES) * PAIRS_OF_TILE;
+  }
+  float* scores_of(int block) const { return scores + (many ? block % 3 : 0) * BLOCK * SCORE_STRIDE; }
+  static const bf16* weights_at(const float* rows, int v, int chunk) {
+    return (const bf16*)(rows + v * SCORE_STRIDE) + chunk * 2 * CHUNK;
+  }
+  uint32_t* values_at(int d) const { return values + (int64_t)(d / CHUNK) * CHUNKS * 2 * PAIRS_OF_TILE; }
+
+  int count_of(const Item& w, int block) const { return w.M - block * step < step ? w.M - block * step : step; }
+  Block block_of(const Item& w, int number) const {
+    const int first = number * step, count = count_of(w, number);
+    int from = PARTITION, to = 0;
+    for (int m = first; m < first + count; m++) {
+      const int lo = w.at.lo[m], hi = w.at.hi[m];
+      if (lo < hi && lo < from) from = lo;
+      if (hi > to) to = hi;
+    }
+    if (from >= to) return Block{first, count, 0, 0};
+    return Block{first, count, from / CHUNK, (to + CHUNK - 1) / CHUNK};
+  }
+
+  // Which values are multiplied with all vectors at once.
+  void find_shared(const Item& w) {
+    int first = PARTITION, last = 0;    // seen by somebody: [first, last)
+    int from = 0, to = PARTITION;       // seen by all
+    for (int m = 0; m < w.M; m++) {
+      const int lo = w.at.lo[m], hi = w.at.hi[m];
+      if (lo < hi && lo < first) first = lo;
+      if (hi > last) last = hi;
+      if (lo > from) from = lo;
+      if (hi < to) to = hi;
+    }
+    begin_chunk = shared = packed = 0;
+    if (first >= last) return;
+    begin_chunk = first / CHUNK;
+    shared = w.rows.tree && last > w.plain ? w.plain / CHUNK : (last + CHUNK - 1) / CHUNK;
+    const int common = last < w.plain ? last : w.plain;
+    if (!finite(w, first, from < common ? from : common) || !finite(w, to > first ? to : first, common)) shared = begin_chunk;
+    if (shared < begin_chunk) shared = begin_chunk;
+    for (int j = begin_chunk * CHUNK; j < shared * CHUNK; j++) slots[j] = j >= first && j < last ? w.at.slots[j] : -1;
+  }
+
+  // Whether the values at positions [begin, end) are numbers.
+  static bool finite(const Item& w, int begin, int end) {
+    vi bad = splat_i(0);
+    for (int j = begin; j < end; j++)
+      for (int d = 0; d < w.dim; d += LANES) {
+        const int n = w.dim - d < LANES ? w.dim - d : LANES;
+        const vu bits = (vu)load_n(w.values + w.at.slots[j] * w.stride + d, n);
+        bad |= (vi)((bits & 0x7f800000u) == 0x7f800000u);
+      }
+    return !any(bad);
+  }
+
+  // ------------------------------------------------------------------------------------------------------ the unit's work
+
+  // Scores of a block with packed keys [from, to).
+  void plan_scores(TileTask& task, int block, int count, int from, int to) const {
+    task.scores = scores_of(block);
+    task.vectors = vectors_of(block);
+    task.next_count = count;
+    task.key = from / LANES * LANES;
+    task.end = to;
+  }
+  // Sums of a block over the values that all vectors share. Where they fill its tiles, they go to their place at once.
+  void plan_sums(const Item& w, TileTask& task, const Block& block, float* acc) const {
+    task.sums = in_place(w, block) ? acc + block.first * w.padded : sums;
+    task.weights = scores_of(block.first / step);
+    task.count = block.count;
+    task.chunk = task.first = block.begin;
+    task.last = block.end < shared ? block.end : shared;
+  }
+  bool in_place(const Item& w, const Block& block) const { return block.count == BLOCK && w.padded == columns; }
+
+  void do_step(const Item& w, TileTask& task) {
+    if (task.d < w.dim && task.first < task.last) {
+      by_shape(task.count > kTileRows, w.dim - task.d > LANES, AddStep{*this, w, task});
+    } else {
+      by_shape(task.next_count > kTileRows, task.key + LANES < task.end, ScoreStep{*this, task});
+    }
+  }
+  void finish(const Item& w, TileTask& task) {
+    for (int left = task.steps(w.dim); left > 0; left--) do_step(w, task);
+  }
+
+  struct ScoreStep {
+    const TileSteps& steps;
+    TileTask& task;
+    template <bool Lower, bool Right>
+    DW_INLINE void run() const {
+      score_tiles<Lower, Right>(task.vectors, steps.key_tile(0, task.key), PARTITION / LANES * PAIRS_OF_TILE, steps.columns / CHUNK,
+                                task.scores + task.key);
+      task.key += BLOCK;
+    }
+  };
+
+  struct AddStep {
+    TileSteps& steps;
+    const Item& w;
+    TileTask& task;
+    template <bool Lower, bool Right>
+    DW_INLINE void run() const {
+      if (task.chunk == task.first) {
+        zero_block<Lower, Right>();
+        if (task.d >= steps.packed) {
+          pack_values(w, steps.slots, task.d, steps.begin_chunk, steps.shared, steps.values_at(task.d));
+          steps.packed = task.d + BLOCK;
+        }
+      }
+      add_chunk<Lower, Right>(weights_at(task.weights, 0, task.chunk), steps.values_at(task.d) + task.chunk * 2 * PAIRS_OF_TILE);
+      if (++task.chunk < task.last) return;
+      store_block<Lower, Right>(task.sums + task.d, steps.columns);
+      task.chunk = task.first;
+      task.d += BLOCK;
+    }
+  };
+
+  // What a block's sums lack when the values that all share are in: those of its rows alone. Then acc[M][padded] has them.
+  void end_sums(const Item& w, const Block& block, float* acc) const {
+    const bool direct = in_place(w, block), common = block.begin < (block.end < shared ? block.end : shared);
+    acc += block.first * w.padded;
+    float* to = direct ? acc : sums;
+    const int from = block.begin > shared ? block.begin : shared;
+    if (from < block.end) {
+      const float* weights = scores_of(block.first / step);
+      for (int m = 0, n; m < block.count; m += n) {
+        const int left = w.group - (block.first + m) % w.group;
+        n = left < block.count - m ? left : block.count - m;
+        find_row_slots(w, block.first + m, from, block.end);
+        for (int d = 0; d < w.dim; d += BLOCK) {
+          pack_values(w, row_slots, d, from, block.end, row_values);
+          const float* start = common ? to + (int64_t)m * columns + d : nullptr;
+          by_shape(n > kTileRows, w.dim - d > LANES, RowSums{start, row_sums + d, columns, weights, m, from, block.end, row_values});
+        }
+        memcpy(to + (int64_t)m * columns, row_sums, sizeof(float) * (size_t)n * (size_t)columns);
+      }
+    } else if (!common) {
+      memset(to, 0, sizeof(float) * (size_t)block.count * (size_t)columns);
+    }
+    if (direct) return;
+    for (int m = 0; m < block.count; m++)
+      for (int d = 0; d < w.padded; d += LANES) store(acc + m * w.padded + d, load(sums + m * columns + d));
+  }
+
+  struct RowSums {
+    const float* from;
+    float* to;
+    int columns;
+    const float* weights;
+    int m, begin, end;
+    const uint32_t* values;
+    template <bool Lower, bool Right>
+    DW_INLINE void run() const {
+      if (from != nullptr)
+        load_block<Lower, Right>(from, columns);
+      else
+        zero_block<Lower, Right>();
+      for (int c = begin; c < end; c++) add_chunk<Lower, Right>(weights_at(weights, m, c), values + c * 2 * PAIRS_OF_TILE);
+      store_block<Lower, Right>(to, columns);
+    }
+  };
+
+  // Slots of the values that the row of vector m sees in chunks [begin, end).
+  void find_row_slots(const Item& w, int m, int begin, int end) const {
+    const int32_t* path = w.at.path_slots + m / w.group * MAX_TREE_ROWS;
+    const int own_base = w.rows.context - w.base;
+    for (int j = begin * CHUNK; j < end * CHUNK; j++) {
+      const bool seen = j >= w.at.lo[m] && j < w.at.hi[m];
+      row_slots[j] = !seen ? -1 : j < w.plain ? w.at.slots[j] : path[j - own_base];
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------ keys and values
+
+  // Keys at positions [skip, end) of the partition, by position; at[j]: slot of position j. `skip` is whole tiles.
+  void pack_keys(const Item& w, const int32_t* at, int skip, int end) const {
+    for (int key = skip; key < end; key += LANES) {
+      const int ahead = key + 2 * LANES;
+      if (ahead < end) w.fetch(w.keys, at + ahead, end - ahead < LANES ? end - ahead : LANES);
+      for (int d = 0; d < columns; d += CHUNK) {
+        vf rows[LANES];
+        for (int i = 0; i < LANES; i++)
+          rows[i] = (vf)chunk_of(w.keys + at[key + i < end ? key + i : end - 1] * w.stride, d, w.dim);
+        transpose(rows);
+        store_tile(key_tile(d, key), rows);
+      }
+    }
+  }
+
+  // to: dimensions d .. d + 31 of the slots of chunks [begin, end), in pairs of positions.
+  static void pack_values(const Item& w, const int32_t* from, int d, int begin, int end, uint32_t* to) {
+    const bool whole = d + CHUNK <= w.dim;
+    const bf16 zeros[CHUNK] = {};
+    bf16 parts[2][CHUNK] = {};
+    for (int n = begin * LANES; n < end * LANES; n++) {
+      const int first = n / LANES * CHUNK + n % LANES;  // n: pairs of the partition
+      const bf16* pair[2];
+      for (int i = 0; i < 2; i++) {
+        const int32_t slot = from[first + i * LANES];
+        pair[i] = slot < 0 ? zeros : w.values + slot * w.stride + d;
+        if (whole || slot < 0) continue;
+        memcpy(parts[i], pair[i], sizeof(bf16) * (size_t)(w.dim - d));
+        pair[i] = parts[i];
+      }
+      uint32_t* at = to + n / LANES * 2 * PAIRS_OF_TILE + n % LANES * LANES;
+      interleave(pair[0], pair[1], at, at + PAIRS_OF_TILE);
+    }
+  }
+
+  // to[m][0 .. count) of the only block: the keys in these slots.
+  void score_turned(Item& w, const int32_t* at, int count, float* to, int stride) const {
     for (int start = 0; start < count; start += BLOCK) {
       const int n = count - start < BLOCK ? count - start : BLOCK;
       const void* rows[2];
@@ -119,57 +381,11 @@ struct TileSteps {
         w.fetch_soon(at, first, count);
         key_rows(w, at + first, left < LANES ? left : LANES, keys + t * LANES * columns, &rows[t], &bytes[t]);
       }
-      for (int v = 0; v < w.M; v += BLOCK) {
-        if (n > LANES)
-          score_block<true>(w, v, rows, bytes, to + start, stride);
-        else
-          score_block<false>(w, v, rows, bytes, to + start, stride);
-      }
+      if (n > LANES)
+        turned_tiles<true>(w, rows, bytes, to + start, stride);
+      else
+        turned_tiles<false>(w, rows, bytes, to + start, stride);
     }
-  }
-
-  // acc[M][padded] = values weighed by the exponentials in w.at.scores.
-  void weigh(Item& w, float* acc) {
-    int first = PARTITION, last = 0;             // seen by somebody: [first, last)
-    int from = 0, to = PARTITION;                // seen by all
-    for (int m = 0; m < w.M; m++) {
-      const int lo = w.at.lo[m], hi = w.at.hi[m];
-      if (lo < hi && lo < first) first = lo;
-      if (hi > last) last = hi;
-      if (lo > from) from = lo;
-      if (hi < to) to = hi;
-    }
-    if (first >= last) {
-      memset(acc, 0, sizeof(float) * (size_t)w.M * (size_t)w.padded);
-      return;
-    }
-    const int begin = first / CHUNK, end = (last + CHUNK - 1) / CHUNK;
-    split_weights(w, begin * CHUNK, end * CHUNK);
-    int shared = w.rows.tree && last > w.plain ? w.plain / CHUNK : end;  // chunks [begin, shared) are the same keys for all
-    if (shared < begin) shared = begin;
-    const int common = last < w.plain ? last : w.plain;
-    if (!finite(w, first, from < common ? from : common) || !finite(w, to > first ? to : first, common)) shared = begin;
-    if (shared > begin) {
-      for (int j = begin * CHUNK; j < shared * CHUNK; j++) slots[j] = j >= first && j < last ? w.at.slots[j] : -1;
-      multiply(w, 0, w.M, begin, shared, nullptr, sums);
-    }
-    if (shared < end)
-      for (int row = 0; row < w.item.tile.count; row++) weigh_row(w, row, begin, shared, end);
-    for (int m = 0; m < w.M; m++)
-      for (int d = 0; d < w.padded; d += LANES) store(acc + m * w.padded + d, load(sums + m * columns + d) + 0.0f);
-  }
-
- private:
-  uint32_t* query_tile(int vector, int d) const {
-    return q + (int64_t)(vector / kTileRows * (columns / CHUNK) + d / CHUNK) * PAIRS_OF_TILE;
-  }
-
-  // Dimensions d .. d + 31 of a row, zeros behind its end.
-  static DW_INLINE vu chunk_of(const bf16* row, int d, int dim) {
-    if (d + CHUNK <= dim) return load_pairs(row + d);
-    bf16 part[CHUNK] = {};
-    memcpy(part, row + d, sizeof(bf16) * (size_t)(dim - d));
-    return load_pairs(part);
   }
 
   // Where a tile of keys is read from: the cache itself if it can be, else a copy.
@@ -188,156 +404,58 @@ struct TileSteps {
     }
   }
 
-  // 16 keys, or 32 (Two), with vectors v .. v + 31.
+  // 16 keys, or 32 (Two), with all vectors.
   template <bool Two>
-  void score_block(const Item& w, int v, const void* const* rows, const int64_t* bytes, float* to, int stride) const {
-    const bool wide = v + kTileRows < w.M;
-    tile_zero<C0>();
-    tile_zero<C1>();
-    if (Two) {
-      tile_zero<C2>();
-      tile_zero<C3>();
-    }
+  void turned_tiles(const Item& w, const void* const* rows, const int64_t* bytes, float* to, int stride) const {
+    const bool wide = w.M > LANES;
+    wide ? zero_block<Two, true>() : zero_block<Two, false>();
     for (int d = 0; d < columns; d += CHUNK) {
       tile_load<A0>((const bf16*)rows[0] + d, bytes[0]);
-      tile_load<B0>(query_tile(v, d), kTileBytes);
+      tile_load<B0>(columns_of(0, d), kTileBytes);
       tile_dot_bf16<C0, A0, B0>();
       if (Two) {
         tile_load<A1>((const bf16*)rows[1] + d, bytes[1]);
         tile_dot_bf16<C2, A1, B0>();
       }
       if (!wide) continue;
-      tile_load<B1>(query_tile(v + kTileRows, d), kTileBytes);
+      tile_load<B1>(columns_of(LANES, d), kTileBytes);
       tile_dot_bf16<C1, A0, B1>();
       if (Two) tile_dot_bf16<C3, A1, B1>();
     }
-    store_block<Two>(scores, BLOCK, true, wide);
+    wide ? store_block<Two, true>(turned, BLOCK) : store_block<Two, false>(turned, BLOCK);
     for (int key = 0; key < (Two ? BLOCK : LANES); key += LANES)
-      for (int i = v; i < w.M && i < v + BLOCK; i += LANES) {
+      for (int v = 0; v < w.M; v += LANES) {
         vf lines[LANES];
-        for (int j = 0; j < LANES; j++) lines[j] = load(scores + (key + j) * BLOCK + i - v);
+        for (int j = 0; j < LANES; j++) lines[j] = load(turned + (key + j) * BLOCK + v);
         transpose(lines);
-        for (int j = 0; j < LANES && i + j < w.M; j++) store(to + (int64_t)(i + j) * stride + key, lines[j]);
+        for (int j = 0; j < LANES && v + j < w.M; j++) store(to + (int64_t)(v + j) * stride + key, lines[j]);
       }
   }
 
-  // The four tiles of sums: upper or all rows, left or all columns; stride in floats.
-  template <bool Lower>
-  static DW_INLINE void store_block(float* to, int64_t stride, bool left, bool right) {
-    if (left) tile_store<C0>(to, stride * 4);
-    if (right) tile_store<C1>(to + LANES, stride * 4);
-    if (Lower) {
-      if (left) tile_store<C2>(to + kTileRows * stride, stride * 4);
-      if (right) tile_store<C3>(to + kTileRows * stride + LANES, stride * 4);
+  // ------------------------------------------------------------------------------------------------------ weights
+
+  // Scores -> weights, `top` and `sum`, with steps of the unit's task in between.
+  void soften_block(Item& w, const Block& block, TileTask& task, float* top, float* sum) {
+    float* rows = scores_of(block.first / step);
+    // All vectors' greatest scores first: what one waits for, another one fills.
+    float scale = w.call.scale;
+    for (int i = 0; i < block.count; i++) {
+      const int m = block.first + i;
+      w.put_own(m, rows + i * SCORE_STRIDE);
+      scale = w.call.scale;
+      top[m] = greatest(rows + i * SCORE_STRIDE, Seen{w.at.lo[m], w.at.hi[m]}, w.call.softcap, &scale);
     }
-  }
-
-  // Exponentials of positions [begin, end) -> two bfloat16 each; 0 where a vector does not see.
-  void split_weights(const Item& w, int begin, int end) const {
-    const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int m = 0; m < w.M; m++)
-      for (int j = begin; j < end; j += LANES) {
-        const vi at = lanes + j;
-        const vi seen = (at >= w.at.lo[m]) & (at < w.at.hi[m]);
-        split(seen ? load(w.at.scores + m * PARTITION + j) : splat(0.0f), high + m * PARTITION + j,
-              low + m * PARTITION + j);
-      }
-  }
-
-  // Whether the values at positions [begin, end) are numbers.
-  static bool finite(const Item& w, int begin, int end) {
-    vi bad = splat_i(0);
-    for (int j = begin; j < end; j++)
-      for (int d = 0; d < w.dim; d += LANES) {
-        const int n = w.dim - d < LANES ? w.dim - d : LANES;
-        const vu bits = (vu)load_n(w.values + w.at.slots[j] * w.stride + d, n);
-        bad |= (vi)((bits & 0x7f800000u) == 0x7f800000u);
-      }
-    int any = 0;
-    for (int i = 0; i < LANES; i++) any |= bad[i];
-    return any == 0;
-  }
-
-  // Chunks [shared, end) of one row of the tile, on top of what all have in common.
-  void weigh_row(const Item& w, int row, int begin, int shared, int end) {
-    const int m = row * w.group, own_base = w.rows.context - w.base;
-    const int32_t* path = w.at.path_slots + row * MAX_TREE_ROWS;
-    for (int j = shared * CHUNK; j < end * CHUNK; j++) {
-      const bool seen = j >= w.at.lo[m] && j < w.at.hi[m];
-      slots[j] = !seen ? -1 : j < w.plain ? w.at.slots[j] : path[j - own_base];
-    }
-    multiply(w, m, w.group, shared, end, shared > begin ? sums + (int64_t)m * columns : nullptr, row_sums);
-    memcpy(sums + (int64_t)m * columns, row_sums, sizeof(float) * (size_t)w.group * (size_t)columns);
-  }
-
-  // to[0 .. count][columns] = from (or zero) + the weights of vectors m .. times the values in `slots`, chunks [begin, end).
-  void multiply(const Item& w, int m, int count, int begin, int end, const float* from, float* to) const {
-    for (int d = 0; d < w.dim; d += BLOCK) {
-      pack_values(w, d, begin, end);
-      const bool right = w.dim - d > LANES;
-      for (int v = 0; v < count; v += BLOCK) {
-        const int64_t at = (int64_t)v * columns + d;
-        const float* start = from != nullptr ? from + at : nullptr;
-        if (count - v > kTileRows)
-          multiply_block<true>(m + v, begin, end, right, start, to + at);
-        else
-          multiply_block<false>(m + v, begin, end, right, start, to + at);
-      }
-    }
-  }
-
-  template <bool Lower>
-  void multiply_block(int m, int begin, int end, bool right, const float* from, float* to) const {
-    if (from != nullptr) {
-      const int64_t bytes = (int64_t)columns * 4;
-      tile_load<C0>(from, bytes);
-      tile_load<C1>(from + LANES, bytes);
-      if (Lower) {
-        tile_load<C2>(from + (int64_t)kTileRows * columns, bytes);
-        tile_load<C3>(from + (int64_t)kTileRows * columns + LANES, bytes);
-      }
-    } else {
-      tile_zero<C0>();
-      tile_zero<C1>();
-      if (Lower) {
-        tile_zero<C2>();
-        tile_zero<C3>();
-      }
-    }
-    for (int c = begin; c < end; c++) {
-      const uint32_t* v = values + c * 2 * PAIRS_OF_TILE;
-      tile_load<B0>(v, kTileBytes);
-      if (right) tile_load<B1>(v + PAIRS_OF_TILE, kTileBytes);
-      for (int half = 0; half < 2; half++) {
-        const bf16* p = (half == 0 ? high : low) + (int64_t)m * PARTITION + c * CHUNK;
-        tile_load<A0>(p, PARTITION * 2);
-        tile_dot_bf16<C0, A0, B0>();
-        if (right) tile_dot_bf16<C1, A0, B1>();
-        if (Lower) {
-          tile_load<A1>(p + kTileRows * PARTITION, PARTITION * 2);
-          tile_dot_bf16<C2, A1, B0>();
-          if (right) tile_dot_bf16<C3, A1, B1>();
-        }
-      }
-    }
-    store_block<Lower>(to, columns, true, right);
-  }
-
-  // values: dimensions d .. d + 31 of the slots of chunks [begin, end), in pairs of positions.
-  void pack_values(const Item& w, int d, int begin, int end) const {
-    const bool whole = d + CHUNK <= w.dim;
-    const bf16 zeros[CHUNK] = {};
-    bf16 parts[2][CHUNK] = {};
-    for (int j = begin * CHUNK; j < end * CHUNK; j += 2) {
-      const bf16* pair[2];
-      for (int i = 0; i < 2; i++) {
-        pair[i] = slots[j + i] < 0 ? zeros : w.values + slots[j + i] * w.stride + d;
-        if (whole || slots[j + i] < 0) continue;
-        memcpy(parts[i], pair[i], sizeof(bf16) * (size_t)(w.dim - d));
-        pair[i] = parts[i];
-      }
-      uint32_t* to = values + j / CHUNK * 2 * PAIRS_OF_TILE + j % CHUNK / 2 * LANES;
-      interleave(pair[0], pair[1], to, to + PAIRS_OF_TILE);
+    // What is read after the partition is fetched all along, or everything would wait for it at once.
+    const int ahead = many ? (PARTITION + w.M - 1) / w.M : 0, steps = task.steps(w.dim);
+    int done = 0;
+    for (int i = 0; i < block.count; i++) {
+      for (; done < steps * (i + 1) / block.count; done++) do_step(w, task);
+      w.fetch_ahead(ahead);
+      const int m = block.first + i;
+      float* row = rows + i * SCORE_STRIDE;
+      sum[m] = soften<2>(row, Seen{w.at.lo[m], w.at.hi[m]}, block.begin * CHUNK, block.end * CHUNK, scale, top[m],
+                         [row](int j, const vf* weights) { split(weights, (uint32_t*)row + j, (uint32_t*)row + j + LANES); });
+      top[m] *= scale;
     }
   }
 };

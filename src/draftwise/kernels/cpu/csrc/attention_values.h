@@ -76,9 +76,9 @@ void add_values_rows(const Work<T, S>& w, const float* p, const int32_t* slots, 
 
 // R query vectors over the keys that they see in the partition; those below `plain` are common to all.
 template <class T, class S, int R>
-DW_INLINE void weigh_rows(const Work<T, S>& w, int m, float* acc) {
+DW_INLINE void weigh_rows(const Work<T, S>& w, int m, const float* weights, float* acc) {
   acc += m * w.padded;
-  const float* p = w.at.scores + m * PARTITION;
+  const float* p = weights + m * PARTITION;
   const int32_t *lo = w.at.lo + m, *hi = w.at.hi + m;
   const int plain = w.plain, own_base = w.rows.context - w.base;
   // All see [from, to); before and behind it each has keys that another lacks.

@@ -41,7 +41,6 @@ DW_INLINE int whole_vectors(int dim) { return (dim + LANES - 1) / LANES * LANES;
 
 // What every kernel keeps for an item of M query vectors; m = row * group + head of the group.
 struct Scratch {
-  float* scores;        // [M][PARTITION] of the partition at hand; then exponentials
   float* own;           // [M][MAX_TREE_ROWS] scores of a tree's own keys
   int32_t *lo, *hi;     // [M] keys that a vector sees in the partition, counted from its beginning
   int32_t* slots;       // [PARTITION] of committed (and causal own) keys of the partition
@@ -52,7 +51,6 @@ struct Scratch {
   float* states;        // attention_states.h
 
   Scratch(Arena& arena, int M, int padded, int partitions) {
-    scores = arena.take<float>((int64_t)M * PARTITION);
     own = arena.take<float>((int64_t)M * MAX_TREE_ROWS);
     lo = arena.take<int32_t>(M);
     hi = arena.take<int32_t>(M);
@@ -158,6 +156,27 @@ struct Work {
   int plain_end() const {
     if (rows.tree) return rows.context;
     return rows.last_visible(item.tile.first + item.tile.count - 1) + 1;
+  }
+
+  // What each vector sees of the partition at hand.
+  void find_seen() {
+    for (int i = 0; i < item.tile.count; i++) {
+      const int first = rows.first_visible(position(i)), behind = rows.last_visible(item.tile.first + i) + 1;
+      int a = first > base ? first - base : 0, b = behind - base < PARTITION ? behind - base : PARTITION;
+      if (a >= b) a = b = 0;
+      for (int m = i * group; m < (i + 1) * group; m++) {
+        at.lo[m] = a;
+        at.hi[m] = b;
+      }
+    }
+  }
+  // Scores of a tree's own keys that vector m sees go to their positions among the scores of the partition.
+  void put_own(int m, float* scores) const {
+    if (!rows.tree) return;
+    const int own_base = rows.context - base;
+    const int32_t* row_path = at.path + m / group * MAX_TREE_ROWS;
+    for (int j = at.lo[m] > plain ? at.lo[m] : plain; j < at.hi[m]; j++)
+      scores[j] = at.own[m * MAX_TREE_ROWS + row_path[j - own_base]];
   }
 
   // Paths of a tree's rows, in the order of their keys' positions.

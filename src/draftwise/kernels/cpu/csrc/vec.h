@@ -116,6 +116,20 @@ DW_INLINE vf exp(vf x) {
   return (vf)(scaled & ~tiny);
 }
 
+// 2^x for x up to 127, relative error below 2e-7; 0 below -126 (also for -inf).
+DW_INLINE vf exp2(vf x) {
+  // x = n + f; adding 1.5 * 2^23 rounds to a whole number, which stands in the last bits of the sum
+  const vf magic = splat(12582912.0f), shifted = x + magic;
+  const vf f = x - (shifted - magic);
+  vf p = splat(1.3264727e-3f);
+  p = fma(p, f, splat(9.671513e-3f));
+  p = fma(p, f, splat(5.5507336e-2f));
+  p = fma(p, f, splat(2.4022242e-1f));
+  p = fma(p, f, splat(6.93147e-1f));
+  p = fma(p, f, splat(1.0f));
+  return (vf)(((vi)p + ((vi)shifted << 23)) & ~(x < splat(-126.0f)));
+}
+
 // x / (1 + exp(-x))
 DW_INLINE vf silu(vf x) { return x / (exp(-x) + 1.0f); }
 

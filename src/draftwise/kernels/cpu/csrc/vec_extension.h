@@ -50,6 +50,19 @@ DW_INLINE vf fma(vf a, vf b, vf c) {
 DW_INLINE vf fma(float a, vf b, vf c) { return fma(splat(a), b, c); }
 
 // The lanes' sum and maximum in one fixed tree: (i, i + 8), (i, i + 4), ...
+#if defined(__AVX512F__)
+#define DW_REDUCE(name, instruction)                                                                                     \
+  DW_INLINE float name(vf v) {                                                                                           \
+    const __m256d halves = _mm512_extractf64x4_pd((__m512d)v, 1);                                                        \
+    const __m256 eight = _mm256_##instruction##_ps(_mm512_castps512_ps256((__m512)v), (__m256)halves);                   \
+    __m128 x = _mm_##instruction##_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));                   \
+    x = _mm_##instruction##_ps(x, _mm_movehl_ps(x, x));                                                                  \
+    return _mm_cvtss_f32(_mm_##instruction##_ss(x, _mm_movehdup_ps(x)));                                                 \
+  }
+DW_REDUCE(sum_lanes, add)
+DW_REDUCE(max_lanes, max)
+#undef DW_REDUCE
+#else
 DW_INLINE float sum_lanes(vf v) {
   float x[LANES];
   memcpy(x, &v, sizeof x);
@@ -65,6 +78,7 @@ DW_INLINE float max_lanes(vf v) {
     for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
   return x[0];
 }
+#endif
 
 // ------------------------------------------------------------------------------------------------ loads and stores
 
