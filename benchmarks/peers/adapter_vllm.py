@@ -49,7 +49,8 @@ class VLLM(Engine):
             skip_tokenizer_init=True,
             max_model_len=load.max_len,
             max_num_seqs=max(16, load.batch),
-            max_num_batched_tokens=2048,
+            # a prompt is one pass, as it is in the other engines
+            max_num_batched_tokens=max(2048, load.max_len),
             # room for as many requests of full length, not for a whole gigabyte
             num_gpu_blocks_override=max(16, load.batch) * -(-load.max_len // 128) + 8,
             enable_prefix_caching=passes,

@@ -196,7 +196,7 @@ def passes(run: Run, given: argparse.Namespace) -> dict[str, Any]:
                 "format": format,
                 "methods": ["plain"],
                 "threads": given.threads,
-                "max_len": max(given.contexts) + 1024,
+                "max_len": max([*given.contexts, *given.prefill]) + 1024,
                 "batch": max(given.rows) if peer.batches and name != OURS else 1,
             }
             start(run, given, peer, label, load)
@@ -312,7 +312,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             command.add_argument("--format", choices=("bf16", "int8", "int4"), default="bf16")
             command.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
             command.add_argument("--contexts", type=int, nargs="+", default=[64, 2048])
-            command.add_argument("--prefill", type=int, default=512, help="tokens; 0: none")
+            command.add_argument("--prefill", type=int, nargs="*", default=[512], help="prompts' tokens")
         else:
             command.add_argument("--methods", nargs="+", default=["plain", "ngram", "draft_model", "suffix"])
             command.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])

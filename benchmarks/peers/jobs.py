@@ -9,7 +9,7 @@ from typing import Any
 
 STEP_ROWS = (1, 4, 8)
 CONTEXTS = (64, 2048)
-PREFILL = 512
+PREFILL = (512,)
 REPEAT = 3  # passes per cell and round
 
 
@@ -91,17 +91,15 @@ class Cell:
 
 
 def step_cells(
-    contexts: Sequence[int] = CONTEXTS, rows: Sequence[int] = STEP_ROWS, prefill: int = PREFILL
+    contexts: Sequence[int] = CONTEXTS, rows: Sequence[int] = STEP_ROWS, prefill: Sequence[int] = PREFILL
 ) -> list[Cell]:
-    """Passes at each context, all row counts, then a prompt."""
+    """Passes at each context, all row counts, then prompts."""
     cells = [
         Cell(f"{n} @ {context}", {"do": "step", "context": context, "rows": n, "repeat": REPEAT})
         for context in contexts
         for n in rows
     ]
-    if prefill:
-        cells.append(Cell(f"prefill {prefill}", {"do": "prefill", "tokens": prefill}))
-    return cells
+    return cells + [Cell(f"prefill {tokens}", {"do": "prefill", "tokens": tokens}) for tokens in prefill]
 
 
 def generate_cell(method: str, temperature: float, prompts: Sequence[Sequence[int]], tokens: int) -> Cell:

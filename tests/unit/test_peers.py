@@ -82,7 +82,7 @@ def test_common_prefix_and_idle_shares(peers: Any) -> None:
 
 
 def test_cells_and_places_of_models(peers: Any, tmp_path: Path) -> None:
-    cells = peers.jobs.step_cells((64,), (1, 8), 512)
+    cells = peers.jobs.step_cells((64,), (1, 8), (512,))
     assert [cell.name for cell in cells] == ["1 @ 64", "8 @ 64", "prefill 512"]
     assert cells[1].question == {"do": "step", "context": 64, "rows": 8, "repeat": peers.jobs.REPEAT}
     one = peers.jobs.generate_cell("plain", 0.8, [[1, 2], [3]], 16)
