@@ -50,6 +50,7 @@ const LinearKernels DW_LINEAR_TABLE = {
      few_or_many<1, kI8DynamicOne, kI8Dynamic>, few_or_many<1, kI4One, kI4>, few_or_many<1, kI4DynamicOne, kI4Dynamic>},
     finish_vectors,
     quantize_vectors,
+    sum_bytes,
     {6, 6, 5, kVnni ? 6 : 4, 5, kVnni ? 5 : 4},
     {},
     {},

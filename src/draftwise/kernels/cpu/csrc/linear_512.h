@@ -351,27 +351,41 @@ void finish(const Finish& f) {
   bare ? finish_to<true, BF16>(f) : finish_to<false, BF16>(f);
 }
 
+// The bits without sign of the largest: infinity and NaN stand above all numbers.
+template <DType D>
+__m512i largest_bits(const void* x, int64_t count) {
+  __m512i largest = _mm512_setzero_si512();
+  int64_t i = 0;
+  if (D == BF16) {  // 32 at once
+    for (; i + 32 <= count; i += 32) {
+      const __m512i bits = _mm512_loadu_si512(static_cast<const uint16_t*>(x) + i);
+      largest = _mm512_max_epu16(largest, _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)));
+    }
+    largest = _mm512_max_epi32(_mm512_slli_epi32(largest, 16), _mm512_and_si512(largest, _mm512_set1_epi32(0x7fff0000)));
+  }
+  for (; i < count; i += 16) {
+    const __m512i bits = _mm512_castps_si512(load<D>(x, i, first_lanes(count - i)));
+    largest = _mm512_max_epi32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+  }
+  return largest;
+}
+
 template <DType D>
 float quantize_row(const void* x, int64_t count, int8_t* q) {
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  __m512i largest = _mm512_setzero_si512();  // of the bits without sign: infinity and NaN stand above all numbers
-  for (int64_t i = 0; i < count; i += 16) {
-    __m512i bits = _mm512_castps_si512(load<D>(x, i, first_lanes(count - i)));
-    largest = _mm512_max_epi32(largest, _mm512_and_si512(bits, magnitude));
-  }
-  __m512 whole = _mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epi32(largest)));
+  __m512 whole = _mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epi32(largest_bits<D>(x, count))));
   float top = _mm512_cvtss_f32(whole), inverse = 127.0f / top;
   bool finite = top < __builtin_inff();
   if (!finite || !(inverse < 0x1p127f)) {  // or nothing but zeros and the smallest numbers
     for (int64_t i = 0; i < count; ++i) q[i] = 0;
     return finite ? 0.0f : __builtin_nanf("");
   }
-  for (int64_t i = 0; i < count; i += 16) {
-    const __mmask16 lanes = first_lanes(count - i);
-    __m512i rounded = _mm512_cvt_roundps_epi32(_mm512_mul_ps(load<D>(x, i, lanes), _mm512_set1_ps(inverse)),
-                                               _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm_mask_storeu_epi8(q + i, lanes, _mm512_cvtepi32_epi8(rounded));
-  }
+  const auto rounded = [&](int64_t i, __mmask16 lanes) {
+    return _mm512_cvtepi32_epi8(_mm512_cvt_roundps_epi32(_mm512_mul_ps(load<D>(x, i, lanes), _mm512_set1_ps(inverse)),
+                                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  };
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) _mm_storeu_si128(reinterpret_cast<__m128i*>(q + i), rounded(i, 0xffff));
+  if (i < count) _mm_mask_storeu_epi8(q + i, first_lanes(count - i), rounded(i, first_lanes(count - i)));
   return top / 127.0f;
 }
 
@@ -379,10 +393,20 @@ float quantize(const void* x, DType dtype, int64_t count, int8_t* q) {
   return dtype == F32 ? quantize_row<F32>(x, count, q) : quantize_row<BF16>(x, count, q);
 }
 
+int32_t sum(const int8_t* q, int64_t count) {
+  __m512i sums = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; i += 64) {
+    const __mmask64 bytes = count - i < 64 ? (uint64_t(1) << (count - i)) - 1 : ~uint64_t(0);
+    sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_maskz_loadu_epi8(bytes, q + i));
+  }
+  return _mm512_reduce_add_epi32(sums);
+}
+
 }  // namespace way_out
 
 using way_out::finish;
 using way_out::quantize;
+using way_out::sum;
 
 }  // namespace
 }  // namespace dw

@@ -47,6 +47,7 @@ const LinearKernels linear_amx = {
      tiles_grouped<W_I4, Expand>, tiles_grouped<W_I4_DYN, Expand>},
     finish,
     quantize,
+    sum,
     {12, 32, 32, 32, 32, 32},
     {6, 0, 0, 0, 0, 0},
     {false, true, true, true, true, true},

@@ -58,6 +58,7 @@ const LinearKernels DW_LINEAR_TABLE = {
      all_spans<Half128, kI4>, all_spans<Half128, kI4Dynamic>},
     finish_vectors,
     quantize_vectors,
+    sum_bytes,
     {6, 6, 4, kI8Rows, 4, kI4Rows},
     {},
     {},

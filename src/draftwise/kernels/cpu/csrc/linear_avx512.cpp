@@ -88,6 +88,7 @@ const LinearKernels linear_avx512 = {
      DW_ROWS(DW_I4_DYN_TILE)},
     finish,
     quantize,
+    sum,
     {12, 12, 8, 12, 8, 12},  // what registers hold next to the tables of the widening formats
     {6, 0, 0, 0, 0, 0},  // weights that come from memory are read faster in one stream than in two
     {},

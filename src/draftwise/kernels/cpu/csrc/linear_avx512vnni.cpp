@@ -39,6 +39,7 @@ const LinearKernels linear_avx512vnni = {
      DW_ROWS(DW_I4_DYN_TILE)},
     finish,
     quantize,
+    sum,
     {12, 12, 10, 12, 10, 12},
     {6, 0, 0, 0, 0, 0},
     {},

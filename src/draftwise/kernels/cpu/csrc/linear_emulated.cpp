@@ -33,6 +33,7 @@ const LinearKernels linear_emulated = {
      tiles_grouped<W_I4, Expand>, tiles_grouped<W_I4_DYN, Expand>},
     finish_plain,
     quantize_plain,
+    sum_bytes,
     {8, 32, 32, 32, 32, 32},
     {},
     {false, true, true, true, true, true},

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "linear_kernels.h"
+#include "linear_sum.h"
 
 namespace dw {
 namespace {

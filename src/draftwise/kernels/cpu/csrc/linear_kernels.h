@@ -92,6 +92,7 @@ struct LinearKernels {
   void (*finish)(const Finish&);
   // Quantises a row of F32 or BF16 to int8: q = rint(x * 127 / max |x|), half to even; returns max |x| / 127, NaN if not finite.
   float (*quantize)(const void* x, DType dtype, int64_t count, int8_t* q);
+  int32_t (*sum)(const int8_t* q, int64_t count);
   int tile_rows[kFormats];  // rows of a full tile
   int pair_rows[kFormats];  // tiles of at most so many rows take two panels at a time
   bool in_chunks[kFormats];

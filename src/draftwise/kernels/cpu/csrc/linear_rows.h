@@ -141,7 +141,7 @@ float sum_bf16(const uint8_t* values, int64_t count) {
 thread_local Scratch t_quantized;
 
 // The sums of a row's values by group (integers times what takes the offset of the weights off), at `sums` with the stride of a tile.
-void sum_groups(const Linear& w, const uint8_t* values, int64_t height, uint32_t* sums) {
+void sum_groups(const LinearKernels& kernels, const Linear& w, const uint8_t* values, int64_t height, uint32_t* sums) {
   int64_t group = int64_t(w.group_units) * k_per_unit(w.format);
   for (int64_t g = 0; g < w.groups(); ++g) {
     int64_t begin = g * group, count = std::min(group, w.inputs - begin);
@@ -149,9 +149,7 @@ void sum_groups(const Linear& w, const uint8_t* values, int64_t height, uint32_t
       float sum = w.zeros ? sum_bf16(values + begin * 2, count) : 0.0f;
       std::memcpy(&sums[g * height], &sum, 4);
     } else {
-      auto* q = reinterpret_cast<const int8_t*>(values) + begin;
-      int32_t sum = 0;
-      for (int64_t i = 0; i < count; ++i) sum += q[i];
+      const int32_t sum = kernels.sum(reinterpret_cast<const int8_t*>(values) + begin, count);
       sums[g * height] = uint32_t(sum * -weight_offset(w.format));
     }
   }
@@ -175,7 +173,7 @@ void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin,
         packed.scale[begin + r] = kernels.quantize(rows[i], w.input, w.inputs, q + i * w.inputs);
         rows[i] = reinterpret_cast<const uint8_t*>(q + i * w.inputs);
       }
-      if (dynamic || is_grouped(w.format)) sum_groups(w, rows[i], height, packed.sums + begin * w.groups() + r);
+      if (dynamic || is_grouped(w.format)) sum_groups(kernels, w, rows[i], height, packed.sums + begin * w.groups() + r);
     }
     if (kernels.in_chunks[w.format]) {
       for (int i = 0; i < count; ++i)

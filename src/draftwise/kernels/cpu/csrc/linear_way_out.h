@@ -3,6 +3,7 @@
 #pragma once
 
 #include "linear_kernels.h"
+#include "linear_sum.h"
 #include "vec.h"
 
 namespace dw {
