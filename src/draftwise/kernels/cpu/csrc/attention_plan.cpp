@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t TASK_PRODUCTS = 1 << 16;  // less than this per task does not pay for the handover
 constexpr int64_t KEY_COST = 4;             // of reading a key and its value, in query vectors that are multiplied with them
 constexpr int FEWEST_VECTORS = 32;          // of a tile, if kernels take so many
-constexpr int TILES_PER_THREAD = 4;         // if tiles take more
+constexpr int TILES_PER_THREAD = 8;         // if tiles take more
 constexpr double UNEVEN = 1.1;              // greatest to mean work of threads up to which no item is cut
 constexpr double NEAR = 0.1;                // of a task: borders that are nearer to the end of an item move there
 
@@ -177,11 +177,19 @@ void merge_task(const AttentionRun& run, int task) {
   if (merge.first < merge.last) run.kernels->merge(&merge);
 }
 
-// Query vectors of a tile: as many as the kernels take, if there are enough of them to keep all threads busy; a tile is not cut.
-// Example: 512 rows of 32 heads are 16384 vectors, 64 for each of two threads in tiles of 128; 106 rows of 8 heads on 16 threads
-// are in tiles of 32.
-int tile_vectors(const AttentionKernels& kernels, int64_t vectors, int threads) {
+// Query vectors of a tile: as many as the kernels take, if tiles and their partitions are enough to keep all threads busy.
+// Example: 512 rows of 32 heads see two partitions: 32768 vectors, and 16 tiles of 512 for each of two threads; 106 rows of 8 heads that see one
+// partition are in tiles of 32 on 16 threads; 8 rows of 32 heads behind 16384 tokens are one tile for each head, cut at partitions.
+int tile_vectors(const AttentionKernels& kernels, const AttentionCall& call, const BatchView& batch, int threads) {
   int most = kernels.vectors;
+  if (most <= FEWEST_VECTORS) return most;
+  int64_t vectors = 0;  // once for each partition that they see
+  for (int r = 0; r < batch.requests; r++) {
+    const RequestRows rows(batch, r, call.window, call.whole != 0);
+    if (rows.rows() == 0) continue;
+    const Reach reach = reach_of(rows, 0, rows.rows());
+    vectors += int64_t(rows.rows()) * call.num_heads * (reach.high / PARTITION + 1 - reach.low / PARTITION);
+  }
   while (most > FEWEST_VECTORS && vectors < int64_t(most) * threads * TILES_PER_THREAD) most /= 2;
   return most;
 }
@@ -196,7 +204,7 @@ AttentionRun attention_plan(DType dtype, const AttentionCall* call, const BatchV
   run.batch = batch;
   run.kernels = &attention_kernels(dtype, call->kv_dtype);
   const int heads = call->num_kv_heads, group = call->num_heads / heads;
-  run.tile_rows = std::max(1, tile_vectors(*run.kernels, int64_t(batch->query_start[batch->requests]) * call->num_heads, threads) / group);
+  run.tile_rows = std::max(1, tile_vectors(*run.kernels, *call, *batch, threads) / group);
   memory.tiles.clear();
   memory.work.clear();
   int64_t total = 0;
