@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from draftwise.kv.pages import zeros
 from draftwise.kv.states import StateStore
 
 
@@ -122,10 +123,10 @@ class KVStorage:
             pools = []
             for _, shape in self.layout[start].tensors:
                 held = torch.uint8 if dtype is torch.float8_e4m3fn else dtype
-                pools.append(torch.zeros((end - start, slots, *shape), dtype=held, device=device))
+                pools.append(zeros((end - start, slots, *shape), held, device))
                 if dtype in LARGEST:
                     scales = (end - start, slots, *shape[:-1])
-                    pools.append(torch.zeros(scales, dtype=torch.float32, device=device))
+                    pools.append(zeros(scales, torch.float32, device))
             self._pools += pools
             self._layers += [tuple(self._of_layer(pool[i]) for pool in pools) for i in range(end - start)]
             start = end

@@ -1,0 +1,68 @@
+"""Memory of caches: zeros, and what the system is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftwise.kv import pages
+from draftwise.kv.pages import LARGE_PAGE, wish_large_pages, zeros
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3 << 20), (0, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32], ids=str)
+def test_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    made = zeros(shape, dtype, torch.device("cpu"))
+    assert made.shape == shape and made.dtype == dtype and made.is_contiguous() and not made.any()
+
+
+@pytest.mark.parametrize(
+    ("begin", "size", "wanted"),
+    [
+        (0, 3 * LARGE_PAGE, (0, 3)),
+        (1, 3 * LARGE_PAGE, (1, 2)),
+        (LARGE_PAGE - 1, LARGE_PAGE + 1, (1, 1)),
+        (LARGE_PAGE - 1, LARGE_PAGE, None),
+        (5 * LARGE_PAGE, LARGE_PAGE - 1, None),
+        (LARGE_PAGE, 0, None),
+    ],
+)
+def test_only_whole_pages_inside_are_asked_for(
+    begin: int, size: int, wanted: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies beside the tensor belongs to somebody else."""
+    if pages._madvise() is None:
+        pytest.skip("there are no such pages here")
+    asked: list[tuple[int, int]] = []
+
+    def advise(first: int, length: int, _advice: int) -> int:
+        asked.append((first // LARGE_PAGE, length // LARGE_PAGE))
+        assert first % LARGE_PAGE == length % LARGE_PAGE == 0
+        return 0
+
+    monkeypatch.setattr(pages, "_madvise", lambda: advise)
+    wish_large_pages(begin, size)
+    assert asked == ([] if wanted is None else [wanted])
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="a system without large pages"
+)
+def test_the_system_takes_the_wish() -> None:
+    """The flag of the mapping (``hg``: asked for large pages) is there for a tensor that holds some."""
+    made = zeros((16 * LARGE_PAGE,), torch.int8, torch.device("cpu"))
+    inside = made.data_ptr() + 2 * LARGE_PAGE
+    flags = ""
+    begins = False
+    with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            if "-" in line.split(" ", 1)[0] and ":" not in line.split(" ", 1)[0]:
+                low, _, high = line.split(" ", 1)[0].partition("-")
+                begins = int(low, 16) <= inside < int(high, 16)
+            elif begins and line.startswith("VmFlags:"):
+                flags = line
+    if not flags:
+        pytest.skip("the system shows no flags")
+    assert " hg" in flags
