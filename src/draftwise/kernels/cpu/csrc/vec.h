@@ -127,7 +127,7 @@ DW_INLINE vf exp2(vf x) {
   p = fma(p, f, splat(2.4022242e-1f));
   p = fma(p, f, splat(6.93147e-1f));
   p = fma(p, f, splat(1.0f));
-  return (vf)(((vi)p + ((vi)shifted << 23)) & ~(x < splat(-126.0f)));
+  return (vf)((vi)add_exponent(p, shifted) & ~(x < splat(-126.0f)));
 }
 
 // x / (1 + exp(-x))

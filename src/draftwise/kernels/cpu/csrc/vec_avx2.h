@@ -122,6 +122,8 @@ DW_INLINE vf to_floats(vi x) { return DW_MAP(vf, _mm256_cvtepi32_ps, x); }
 
 DW_INLINE vf fma(vf x, vf y, vf z) { return vf(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
 DW_INLINE vf fma(float x, vf y, vf z) { return fma(splat(x), y, z); }
+// The last bits of n are added to the exponent of x; what does not fit wraps.
+DW_INLINE vf add_exponent(vf x, vf n) { return vf(vi(x) + (vi(n) << 23)); }
 
 // The lanes' sum and maximum in one fixed tree: (i, i + 8), (i, i + 4), ...
 DW_INLINE float sum_lanes(vf v) {

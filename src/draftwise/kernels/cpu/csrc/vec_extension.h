@@ -48,6 +48,8 @@ DW_INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 DW_INLINE vf fma(float a, vf b, vf c) { return fma(splat(a), b, c); }
+// The last bits of n are added to the exponent of x; what does not fit wraps.
+DW_INLINE vf add_exponent(vf x, vf n) { return (vf)((vu)x + ((vu)n << 23)); }
 
 // The lanes' sum and maximum in one fixed tree: (i, i + 8), (i, i + 4), ...
 #if defined(__AVX512F__)

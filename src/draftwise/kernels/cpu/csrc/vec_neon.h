@@ -126,6 +126,8 @@ DW_INLINE vf fma(vf x, vf y, vf z) {
 DW_INLINE vf fma(float x, vf y, vf z) {
   return vf(vfmaq_n_f32(z.a, y.a, x), vfmaq_n_f32(z.b, y.b, x), vfmaq_n_f32(z.c, y.c, x), vfmaq_n_f32(z.d, y.d, x));
 }
+// The last bits of n are added to the exponent of x; what does not fit wraps.
+DW_INLINE vf add_exponent(vf x, vf n) { return vf(vi(x) + (vi(n) << 23)); }
 
 // The lanes' sum and maximum in one fixed tree: (i, i + 8), (i, i + 4), ...
 DW_INLINE float sum_lanes(vf v) {
