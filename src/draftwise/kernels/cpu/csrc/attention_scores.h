@@ -169,17 +169,20 @@ struct Seen {
   }
 };
 
-// The greatest of the scores that are seen, before they are multiplied with the scale. Scores that have a cap, or a scale that turns them
-// around, are changed to what they are with it: then `scale` becomes 1.
-DW_INLINE float greatest(float* scores, Seen seen, float softcap, float* scale) {
+// Scores that have a cap, or a scale that turns them around, are changed before the greatest is looked for. The others are multiplied on
+// the way to weights: the greatest one is the same.
+DW_INLINE bool scales_first(const AttentionCall& call) { return call.softcap > 0 || !(call.scale > 0); }
+DW_INLINE float scale_left(const AttentionCall& call) { return scales_first(call) ? 1.0f : call.scale; }
+
+// The greatest of the scores that are seen; `scale_left` is still to be multiplied in.
+DW_INLINE float greatest(float* scores, Seen seen, const AttentionCall& call) {
   const int first = seen.lo / LANES * LANES;
-  if (softcap > 0 || !(*scale > 0)) {
+  if (scales_first(call)) {
     for (int j = first; j < seen.hi; j += LANES) {
-      vf s = load(scores + j) * *scale;
-      if (softcap > 0) s = tanh(s * (1.0f / softcap)) * softcap;
+      vf s = load(scores + j) * call.scale;
+      if (call.softcap > 0) s = tanh(s * (1.0f / call.softcap)) * call.softcap;
       store(scores + j, s);
     }
-    *scale = 1.0f;
   }
   vf high = splat(MINUS_INF);
   for (int j = first; j < seen.hi; j += LANES) {

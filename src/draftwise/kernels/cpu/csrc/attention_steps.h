@@ -35,8 +35,7 @@ struct VectorSteps {
       float* row = scores + m * PARTITION;
       w.put_own(m, row);
       const Seen seen{w.at.lo[m], w.at.hi[m]};
-      float scale = w.call.scale;
-      const float peak = greatest(row, seen, w.call.softcap, &scale);
+      const float scale = scale_left(w.call), peak = greatest(row, seen, w.call);
       sum[m] = soften<1>(row, seen, seen.lo / LANES * LANES, whole_vectors(seen.hi), scale, peak,
                          [row](int j, const vf* weights) { store(row + j, weights[0]); });
       top[m] = peak * scale;

@@ -1,4 +1,4 @@
-// What attention on tiles (attention_tiles.h) is made of: numbers as tiles want them, and the products of one block.
+// What attention on tiles (attention_tiles.h) is made of: keys, values and weights as tiles want them, and the products of one block.
 #pragma once
 
 #include "attention_work.h"
@@ -57,6 +57,58 @@ DW_INLINE vu chunk_of(const bf16* row, int d, int dim) {
 
 DW_INLINE void store_tile(uint32_t* to, const vf* rows) {
   for (int i = 0; i < LANES; i++) memcpy(to + i * LANES, &rows[i], sizeof rows[i]);
+}
+
+// ------------------------------------------------------------------------------------------------- keys and values
+
+using TileWork = Work<bf16, bf16>;
+
+// Where a tile of keys is read from: the cache itself if it can be, else a copy [16][columns].
+void key_rows(const TileWork& w, const int32_t* at, int count, int columns, bf16* copy, const void** rows, int64_t* bytes) {
+  bool as_they_stand = count == LANES && w.dim == columns;
+  for (int i = 1; as_they_stand && i < count; i++) as_they_stand = at[i] == at[0] + i;
+  *rows = as_they_stand ? w.keys + at[0] * w.stride : copy;
+  *bytes = (as_they_stand ? w.stride : (int64_t)columns) * (int64_t)sizeof(bf16);
+  if (as_they_stand) return;
+  for (int i = 0; i < LANES; i++) {
+    const bf16* key = w.keys + at[i < count ? i : count - 1] * w.stride;
+    for (int d = 0; d < columns; d += CHUNK) {
+      vu part = chunk_of(key, d, w.dim);
+      memcpy(copy + i * columns + d, &part, sizeof part);
+    }
+  }
+}
+
+// to: dimensions d .. d + 31 of the slots of chunks [begin, end), in pairs of positions.
+void pack_values(const TileWork& w, const int32_t* from, int d, int begin, int end, uint32_t* to) {
+  const bool whole = d + CHUNK <= w.dim;
+  const bf16 zeros[CHUNK] = {};
+  bf16 parts[2][CHUNK] = {};
+  for (int n = begin * LANES; n < end * LANES; n++) {
+    const int first = n / LANES * CHUNK + n % LANES;  // n: pairs of the partition
+    const bf16* pair[2];
+    for (int i = 0; i < 2; i++) {
+      const int32_t slot = from[first + i * LANES];
+      pair[i] = slot < 0 ? zeros : w.values + slot * w.stride + d;
+      if (whole || slot < 0) continue;
+      memcpy(parts[i], pair[i], sizeof(bf16) * (size_t)(w.dim - d));
+      pair[i] = parts[i];
+    }
+    uint32_t* at = to + n / LANES * 2 * PAIRS_OF_TILE + n % LANES * LANES;
+    interleave(pair[0], pair[1], at, at + PAIRS_OF_TILE);
+  }
+}
+
+// Whether the values at positions [begin, end) are numbers.
+bool finite(const TileWork& w, int begin, int end) {
+  vi bad = splat_i(0);
+  for (int j = begin; j < end; j++)
+    for (int d = 0; d < w.dim; d += LANES) {
+      const int n = w.dim - d < LANES ? w.dim - d : LANES;
+      const vu bits = (vu)load_n(w.values + w.at.slots[j] * w.stride + d, n);
+      bad |= (vi)((bits & 0x7f800000u) == 0x7f800000u);
+    }
+  return !any(bad);
 }
 
 // ----------------------------------------------- the four tiles of sums: upper and lower ones, left and right ones; stride in floats
@@ -122,7 +174,7 @@ DW_INLINE void add_chunk(const bf16* weights, const uint32_t* values) {
   }
 }
 
-// Calls f.template operator()<Lower, Right>().
+// Calls f.run<Lower, Right>().
 template <class F>
 DW_INLINE void by_shape(bool lower, bool right, const F& f) {
   if (lower)
@@ -130,6 +182,23 @@ DW_INLINE void by_shape(bool lower, bool right, const F& f) {
   else
     right ? f.template run<false, true>() : f.template run<false, false>();
 }
+
+// What the unit has to do for two blocks, a step at a time: between its steps vectors compute what does not wait for it.
+struct TileTask {
+  // Sums of one block: chunks [chunk, last) of dimensions d .. d + 31, then those of the next 32.
+  float* sums = nullptr;
+  const float* weights = nullptr;
+  int count = 0, d = 0, chunk = 0, first = 0, last = 0;
+  // Then scores of the block after it: keys [key, end).
+  float* scores = nullptr;
+  const uint32_t* vectors = nullptr;
+  int next_count = 0, key = 0, end = 0;
+
+  int steps(int dim) const {
+    const int slices = (dim - d + BLOCK - 1) / BLOCK;
+    return (last > first && slices > 0 ? slices * (last - first) - (chunk - first) : 0) + (end > key ? (end - key + BLOCK - 1) / BLOCK : 0);
+  }
+};
 
 }  // namespace
 }  // namespace dw

@@ -1,7 +1,7 @@
 // The arithmetic of attention on tiles (tiles.h), as attention_impl.h wants it: bfloat16 rows over a bfloat16 cache. A chunk is 32
 // dimensions for scores and 32 positions for values: what one instruction sums.
 //
-// Up to 32 query vectors are a block. Scores, weights and sums of a block follow one another while they are in the first-level cache. Where
+// Up to 32 query vectors are a block. Scores, weights and sums of a block follow one another while they are in the nearest caches. Where
 // there are more blocks, keys and values of a partition are packed once for all.
 //
 // Scores: the query vectors are rows of one tile, the keys columns of the other one, or, in a single block, the other way round: keys then
@@ -28,23 +28,6 @@
 
 namespace dw {
 namespace {
-
-// Of a block of vectors, what the unit has to do next, a step at a time: its products take place while other code runs on vectors.
-struct TileTask {
-  // Sums: chunks [chunk, last) of dimensions d .. d + 31, then those of the next 32.
-  float* sums = nullptr;
-  const float* weights = nullptr;
-  int count = 0, d = 0, chunk = 0, first = 0, last = 0;
-  // Then scores of the block after it: keys [key, end).
-  float* scores = nullptr;
-  const uint32_t* vectors = nullptr;
-  int next_count = 0, key = 0, end = 0;
-
-  int steps(int dim) const {
-    const int slices = (dim - d + BLOCK - 1) / BLOCK;
-    return (last > first && slices > 0 ? slices * (last - first) - (chunk - first) : 0) + (end > key ? (end - key + BLOCK - 1) / BLOCK : 0);
-  }
-};
 
 struct TileSteps {
   using Row = bf16;
@@ -73,7 +56,7 @@ struct TileSteps {
   int32_t* slots;        // [PARTITION] of the values to multiply with; -1: zero
   int32_t* row_slots;    // the same of a row that is done alone
 
-  // Of the partition at hand: chunks [begin, shared) have the same values for all vectors; dimensions before `packed` are in `values`.
+  // Of the partition at hand: chunks [begin_chunk, shared) have the same values for all vectors; dimensions before `packed` are in `values`.
   int begin_chunk = 0, shared = 0, packed = 0;
 
   TileSteps(Arena& arena, int M, int dim, int group)
@@ -91,7 +74,7 @@ struct TileSteps {
     row_slots = arena.take<int32_t>(PARTITION);
   }
 
-  using Item = Work<bf16, bf16>;
+  using Item = TileWork;
 
   void begin(const Item& w) {
     shape_tiles(2 * kTileRows);
@@ -172,27 +155,29 @@ struct TileSteps {
   int count_of(const Item& w, int block) const { return w.M - block * step < step ? w.M - block * step : step; }
   Block block_of(const Item& w, int number) const {
     const int first = number * step, count = count_of(w, number);
-    int from = PARTITION, to = 0;
-    for (int m = first; m < first + count; m++) {
+    const Reach reach = reach_of(w, first, count);
+    if (reach.first >= reach.last) return Block{first, count, 0, 0};
+    return Block{first, count, reach.first / CHUNK, (reach.last + CHUNK - 1) / CHUNK};
+  }
+  // Positions that vectors [begin, begin + count) see: somebody [first, last), everybody [from, to).
+  struct Reach {
+    int first = PARTITION, last = 0, from = 0, to = PARTITION;
+  };
+  static Reach reach_of(const Item& w, int begin, int count) {
+    Reach r;
+    for (int m = begin; m < begin + count; m++) {
       const int lo = w.at.lo[m], hi = w.at.hi[m];
-      if (lo < hi && lo < from) from = lo;
-      if (hi > to) to = hi;
+      if (lo < hi && lo < r.first) r.first = lo;
+      if (hi > r.last) r.last = hi;
+      if (lo > r.from) r.from = lo;
+      if (hi < r.to) r.to = hi;
     }
-    if (from >= to) return Block{first, count, 0, 0};
-    return Block{first, count, from / CHUNK, (to + CHUNK - 1) / CHUNK};
+    return r;
   }
 
   // Which values are multiplied with all vectors at once.
   void find_shared(const Item& w) {
-    int first = PARTITION, last = 0;    // seen by somebody: [first, last)
-    int from = 0, to = PARTITION;       // seen by all
-    for (int m = 0; m < w.M; m++) {
-      const int lo = w.at.lo[m], hi = w.at.hi[m];
-      if (lo < hi && lo < first) first = lo;
-      if (hi > last) last = hi;
-      if (lo > from) from = lo;
-      if (hi < to) to = hi;
-    }
+    const auto [first, last, from, to] = reach_of(w, 0, w.M);
     begin_chunk = shared = packed = 0;
     if (first >= last) return;
     begin_chunk = first / CHUNK;
@@ -201,18 +186,6 @@ struct TileSteps {
     if (!finite(w, first, from < common ? from : common) || !finite(w, to > first ? to : first, common)) shared = begin_chunk;
     if (shared < begin_chunk) shared = begin_chunk;
     for (int j = begin_chunk * CHUNK; j < shared * CHUNK; j++) slots[j] = j >= first && j < last ? w.at.slots[j] : -1;
-  }
-
-  // Whether the values at positions [begin, end) are numbers.
-  static bool finite(const Item& w, int begin, int end) {
-    vi bad = splat_i(0);
-    for (int j = begin; j < end; j++)
-      for (int d = 0; d < w.dim; d += LANES) {
-        const int n = w.dim - d < LANES ? w.dim - d : LANES;
-        const vu bits = (vu)load_n(w.values + w.at.slots[j] * w.stride + d, n);
-        bad |= (vi)((bits & 0x7f800000u) == 0x7f800000u);
-      }
-    return !any(bad);
   }
 
   // ------------------------------------------------------------------------------------------------------ the unit's work
@@ -350,26 +323,6 @@ struct TileSteps {
     }
   }
 
-  // to: dimensions d .. d + 31 of the slots of chunks [begin, end), in pairs of positions.
-  static void pack_values(const Item& w, const int32_t* from, int d, int begin, int end, uint32_t* to) {
-    const bool whole = d + CHUNK <= w.dim;
-    const bf16 zeros[CHUNK] = {};
-    bf16 parts[2][CHUNK] = {};
-    for (int n = begin * LANES; n < end * LANES; n++) {
-      const int first = n / LANES * CHUNK + n % LANES;  // n: pairs of the partition
-      const bf16* pair[2];
-      for (int i = 0; i < 2; i++) {
-        const int32_t slot = from[first + i * LANES];
-        pair[i] = slot < 0 ? zeros : w.values + slot * w.stride + d;
-        if (whole || slot < 0) continue;
-        memcpy(parts[i], pair[i], sizeof(bf16) * (size_t)(w.dim - d));
-        pair[i] = parts[i];
-      }
-      uint32_t* at = to + n / LANES * 2 * PAIRS_OF_TILE + n % LANES * LANES;
-      interleave(pair[0], pair[1], at, at + PAIRS_OF_TILE);
-    }
-  }
-
   // to[m][0 .. count) of the only block: the keys in these slots.
   void score_turned(Item& w, const int32_t* at, int count, float* to, int stride) const {
     for (int start = 0; start < count; start += BLOCK) {
@@ -379,28 +332,12 @@ struct TileSteps {
       for (int t = 0; t < (n + LANES - 1) / LANES; t++) {
         const int first = start + t * LANES, left = count - first;
         w.fetch_soon(at, first, count);
-        key_rows(w, at + first, left < LANES ? left : LANES, keys + t * LANES * columns, &rows[t], &bytes[t]);
+        key_rows(w, at + first, left < LANES ? left : LANES, columns, keys + t * LANES * columns, &rows[t], &bytes[t]);
       }
       if (n > LANES)
         turned_tiles<true>(w, rows, bytes, to + start, stride);
       else
         turned_tiles<false>(w, rows, bytes, to + start, stride);
-    }
-  }
-
-  // Where a tile of keys is read from: the cache itself if it can be, else a copy.
-  void key_rows(const Item& w, const int32_t* at, int count, bf16* copy, const void** rows, int64_t* bytes) const {
-    bool as_they_stand = count == LANES && w.dim == columns;
-    for (int i = 1; as_they_stand && i < count; i++) as_they_stand = at[i] == at[0] + i;
-    *rows = as_they_stand ? w.keys + at[0] * w.stride : copy;
-    *bytes = (as_they_stand ? w.stride : (int64_t)columns) * (int64_t)sizeof(bf16);
-    if (as_they_stand) return;
-    for (int i = 0; i < LANES; i++) {
-      const bf16* key = w.keys + at[i < count ? i : count - 1] * w.stride;
-      for (int d = 0; d < columns; d += CHUNK) {
-        vu part = chunk_of(key, d, w.dim);
-        memcpy(copy + i * columns + d, &part, sizeof part);
-      }
     }
   }
 
@@ -438,15 +375,14 @@ struct TileSteps {
   void soften_block(Item& w, const Block& block, TileTask& task, float* top, float* sum) {
     float* rows = scores_of(block.first / step);
     // All vectors' greatest scores first: what one waits for, another one fills.
-    float scale = w.call.scale;
     for (int i = 0; i < block.count; i++) {
       const int m = block.first + i;
       w.put_own(m, rows + i * SCORE_STRIDE);
-      scale = w.call.scale;
-      top[m] = greatest(rows + i * SCORE_STRIDE, Seen{w.at.lo[m], w.at.hi[m]}, w.call.softcap, &scale);
+      top[m] = greatest(rows + i * SCORE_STRIDE, Seen{w.at.lo[m], w.at.hi[m]}, w.call);
     }
     // What is read after the partition is fetched all along, or everything would wait for it at once.
     const int ahead = many ? (PARTITION + w.M - 1) / w.M : 0, steps = task.steps(w.dim);
+    const float scale = scale_left(w.call);
     int done = 0;
     for (int i = 0; i < block.count; i++) {
       for (; done < steps * (i + 1) / block.count; done++) do_step(w, task);
