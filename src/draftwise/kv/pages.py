@@ -1,4 +1,4 @@
-"""Memory for caches."""
+"""Memory for caches. Weights get theirs from the native library (``csrc/memory.h``), which caches do not need."""
 
 from __future__ import annotations
 

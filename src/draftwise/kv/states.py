@@ -66,7 +66,6 @@ class StateStore:
         self.slots = slots
         self.snapshots = snapshots
         places = slots * snapshots
-        # Unwritten zeros take no memory on a CPU: a request that never drafts costs one place.
         self.tensors: tuple[Tensor, ...] = tuple(
             torch.zeros((places, *shape), dtype=dtype, device=device) for shape, dtype in spec.tensors
         )
