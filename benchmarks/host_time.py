@@ -1,14 +1,15 @@
-"""What the engine's own Python takes per step, beside model passes and kernels.
+"""What the engine's own Python takes per round, beside model passes and kernels.
 
     python benchmarks/host_time.py [--requests 1 16 64 256] [--methods none ngram mtp eagle3:tree] [--steps 40] [--json]
-                                   [--one-by-one] [--beside prompt|logprobs]
+                                   [--one-by-one] [--beside prompt|logprobs] [--rounds N]
 
 Time of the calling thread alone (`time.thread_time`), less what it spends in the target's pass, the drafter's passes
 and the native verification: what a busy neighbour takes from the clock is not in it. Where one native call packs a
-drafter's rows, runs its passes and writes its drafts down, the whole call is left out. The embedded model with its
-drafters, prompts of 32 tokens from its held-out text, static control, K = 4. ``METHOD:tree`` drafts a static tree of
-six nodes. Medians over steps in which every request decodes, and the quickest of them; ``per request`` is the median
-divided by the requests.
+drafter's rows, runs its passes and writes its drafts down, the whole call is left out. Of a call that computes whole
+rounds (docs/architecture.md, Rounds), what it spends on passes and verification by the clock is left out. The embedded
+model with its drafters, prompts of 32 tokens from its held-out text, static control, K = 4. ``METHOD:tree`` drafts a
+static tree of six nodes. Medians over steps in which every request decodes, divided by their rounds, and the quickest.
+``per request``: the median divided by the requests. ``--rounds N``: rounds_per_step.
 
 ``--beside prompt``: one of the requests is still having its prompt computed, a part in each step.
 ``--beside logprobs``: four of them, or all if they are fewer, want log-probabilities.
@@ -83,8 +84,24 @@ class Stopwatch:
 
         return timed
 
+    def around_rounds(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``dw_rounds``: all of it but passes and verification counts as the host's."""
+        counted = self.around(function)
 
-def make_engine(method: str, requests: int, beside: str | None = None) -> LLM:
+        def timed(pool: Any, record: Any) -> Any:
+            start = time.perf_counter()
+            answer = counted(pool, record)
+            whole = time.perf_counter() - start
+            passes = (
+                record.forward_ns + record.verify_ns + (record.draft_ns if record.drafter in (3, 4) else 0)
+            )
+            self.spent -= max(whole - 1e-9 * passes, 0.0)
+            return answer
+
+        return timed
+
+
+def make_engine(method: str, requests: int, beside: str | None = None, rounds: int | None = None) -> LLM:
     name, _, tree = method.partition(":")
     spec: dict[str, Any] = {"method": name}
     if tree:
@@ -99,6 +116,7 @@ def make_engine(method: str, requests: int, beside: str | None = None) -> LLM:
         if beside == "prompt"
         else 8192,
         max_model_len=1024,
+        **({} if rounds is None else {"rounds_per_step": rounds}),  # versions before had no such option
     )
 
 
@@ -128,6 +146,9 @@ def watch(llm: LLM) -> Stopwatch:
         return watch.around(found) if name.startswith("dw_book_") else found
 
     NativeLibrary.function = declared  # type: ignore[method-assign]  # calls of drafts are declared by the first of them
+    rounds = getattr(executor, "_rounds", None)
+    if rounds is not None:
+        rounds._call._run = watch.around_rounds(rounds._call._run)
     for proposer in executor._drafting._proposers.values():
         inner = getattr(proposer, "inner", proposer)  # of a hybrid
         for model in (getattr(inner, name, None) for name in ("_head", "_model", "_heads")):
@@ -144,7 +165,9 @@ def measure(
     """Host seconds of each of ``steps`` steps with ``requests`` requests that decode, but who is ``beside`` them."""
     assert llm._engine is not None
     core, processor = llm._engine.core, llm._engine.processor
-    tokens = (steps + WARM_STEPS) * (1 + K) * (2 if beside == "prompt" else 1) + 1
+    rounds = core.scheduler._rounds._most if hasattr(core.scheduler, "_rounds") else 1
+    tokens = (steps + WARM_STEPS) * (1 + K) * (2 if beside == "prompt" else 1) * rounds + 1
+    tokens = min(tokens, 1000 - PROMPT)
     prompts = code_prompts(llm.get_tokenizer(), requests, PROMPT)
     for i, prompt in enumerate(prompts):
         reported = 1 if beside == "logprobs" and i >= requests - REPORTED else None
@@ -157,6 +180,14 @@ def measure(
         for request in group.requests:
             core.add(request)
     deciding = requests - (beside == "prompt")
+    execute, done = core.executor.execute, [1]
+
+    def executed(plan: Any) -> Any:
+        result = execute(plan)
+        done[0] = getattr(result, "num_rounds", 1)
+        return result
+
+    core.executor.execute = executed
     while core.scheduler.num_running < deciding:
         core.step()
     for _ in range(WARM_STEPS):
@@ -175,10 +206,13 @@ def measure(
         start = time.thread_time()
         updates = core.step()
         seconds = time.thread_time() - start
+        if beside is None and any(update.finished for update in updates):
+            break  # they have all that the model's length allows
         if len(updates) == requests and sum(update.num_new > 0 for update in updates) == deciding:
-            found.append(seconds - spent.spent)
+            found.append((seconds - spent.spent) / done[0])
         else:
             assert beside == "prompt" and len(updates) == requests  # its last part
+    core.executor.execute = execute
     for rid in list(core.scheduler._requests):
         core.cancel(rid)
     core.step()
@@ -195,11 +229,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one-by-one", action="store_true")
+    parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--beside", choices=["prompt", "logprobs"])
     args = parser.parse_args()
     rows = []
     for method in args.methods:
-        llm = make_engine(method, max(args.requests), args.beside)
+        llm = make_engine(method, max(args.requests), args.beside, args.rounds)
         if args.one_by_one:
             go_one_by_one(llm)
         spent = watch(llm)
@@ -219,7 +254,7 @@ def main() -> None:
                 if not args.json:
                     print(
                         f"{method:>16}  T={temperature:<4} {requests:>4} requests  "
-                        f"{microseconds:9.1f} us per step (quickest {1e6 * min(found):9.1f})  "
+                        f"{microseconds:9.1f} us per round (quickest {1e6 * min(found):9.1f})  "
                         f"{microseconds / requests:7.2f} us per request",
                         flush=True,
                     )

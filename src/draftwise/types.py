@@ -214,6 +214,21 @@ class RowPlan(NamedTuple):
     Who drafts is told."""
 
 
+CUT_BYTES = 4 * 64
+"""Of a request in `RoundCuts.tables`."""
+
+
+class RoundCuts(NamedTuple):
+    """How many nodes of proposals are verified in the later rounds of a step.
+
+    ``tables`` uint8 [R, 4, 64]: of so many nodes that wait, when nothing, something or all of the proposal before was
+    accepted, or nothing is known of it; ``outcomes`` uint8 [R]: which of these it is before the first round.
+    """
+
+    tables: bytes
+    outcomes: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """A serialisable diff: everything the executor needs to know that it does not know already."""
@@ -223,6 +238,11 @@ class StepPlan:
     new: tuple[NewRequest, ...] = ()
     removed: tuple[int, ...] = ()  # finished, cancelled or preempted; applied before `new`
     trimmed: tuple[tuple[int, int], ...] = ()  # (rid, blocks kept): surplus blocks returned; applied first
+    rounds: int = 1
+    """Rounds of target, verification and drafts that the step may have, for which there are blocks; later ones verify
+    what was drafted in the one before. The executor may compute fewer (`runner.rounds`)."""
+    round_seconds: float = 0.0  # no further round is begun that would end later than that
+    cuts: RoundCuts | None = None  # of later rounds; None: all that waits is verified
 
 
 class RowResult(NamedTuple):
@@ -255,7 +275,8 @@ class DrafterFailure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``drafter_failures``: of this step, and of what happened between the last one and it.
+    """``rows``: of the step, or of its last round; ``earlier``: of the rounds before, in their order.
+    ``drafter_failures``: of this step, and of what happened between the last one and it.
 
     Times in seconds of the host's clock: ``input_time`` applying the diff and building inputs, ``forward_time`` the
     target's pass with logits, ``verify_time`` sampling, verification and compaction, ``draft_time`` the proposers, what
@@ -270,6 +291,12 @@ class StepResult:
     draft_time: float = 0.0
     draft_forward_time: float = 0.0
     drafter_failures: tuple[DrafterFailure, ...] = ()
+    earlier: tuple[Sequence[RowResult], ...] = ()
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that were computed; times are of all of them."""
+        return len(self.earlier) + 1
 
 
 # ------------------------------------------------------------------------------------- one forward pass

@@ -13,12 +13,18 @@ import pytest
 from draftwise import LLM, SamplingParams
 from draftwise.runner.ordinary import OrdinaryStep, OrdinarySteps
 from draftwise.runner.placing import Placing
+from draftwise.runner.rounds import RoundSteps
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
 from tests.native import native_or_skip
 
 ASKED = [case for case in CASES if case[1] != "synthetic"]  # what that drafts depends on the request's number
 IN_COLUMNS = {"ngram", "suffix", "draft_model", "early_exit", "eagle", "eagle3", "mtp", "hybrid"}
 """Methods that draft chains for all requests in columns."""
+
+
+PASSES_IN_ROUNDS = {"draft_model", "early_exit", "eagle", "eagle3", "mtp"}
+IN_ROUNDS = PASSES_IN_ROUNDS | {"ngram", "suffix"}
+"""Methods whose steps are one native call, and may have several rounds: of chains; and of trees, too."""
 
 
 class Engines:
@@ -64,19 +70,29 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     made.close()
 
 
-def run(llm: LLM, prompts: list[Any], params: list[SamplingParams], ordinary: bool) -> list[Any]:
-    """What came of it, and of every step what the executor says of its rows."""
-    executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
+def run(
+    llm: LLM, prompts: list[Any], params: list[SamplingParams], ordinary: bool, rounds: int = 1
+) -> list[Any]:
+    """What came of it, and of every step what the executor says of its rows. Steps of several ``rounds`` (the most that
+    one may have): what each round said of each request, and not what the executor had between them."""
+    core: Any = llm._engine.core  # type: ignore[union-attr]
+    executor = core.executor
     llm.reset_prefix_cache()
     llm.reset_drafters()
     kept = executor._ordinary, executor._drafting._placing
     if not ordinary:
         executor._ordinary = executor._drafting._placing = None
     seen: list[Any] = []
+    said: dict[int, list[Any]] = {}
+    core.scheduler._rounds._most = rounds
+    core.scheduler._rounds.took(1e-6)  # else the first steps, of a cold machine, have one
     execute, marks = executor.execute, executor._drafting.fills.marks
 
     def watched(plan: Any) -> Any:
         result = execute(plan)
+        for rows in (*result.earlier, result.rows):
+            for row in rows:
+                said.setdefault(row.rid - first, []).append(row._replace(rid=0))
         seen.append([row._replace(rid=row.rid - first) for row in result.rows])
         for row in executor._rows.values():
             waiting = row.proposal
@@ -94,8 +110,8 @@ def run(llm: LLM, prompts: list[Any], params: list[SamplingParams], ordinary: bo
     finally:
         del executor.execute
         executor._ordinary, executor._drafting._placing = kept
-    seen.append([(o.outputs[0].token_ids, o.outputs[0].trace) for o in outputs])
-    return seen
+    texts = [(o.outputs[0].token_ids, o.outputs[0].trace) for o in outputs]
+    return [said, texts] if rounds > 1 else [said, texts, seen]
 
 
 @pytest.mark.parametrize("case", ASKED, ids=case_id)
@@ -120,25 +136,42 @@ def test_the_same_as_request_by_request(
         )
         for i, own in enumerate(rules)
     ]
-    counts = {"ordinary": 0, "columns": 0}
+    counts = {"ordinary": 0, "columns": 0, "rounds": 0}
 
     def counted(cls: type, name: str, key: str) -> None:
         function = getattr(cls, name)
 
         def call(*args: Any) -> Any:
             answer = function(*args)
-            counts[key] += answer is not False  # drafts that were not placed
+            counts[key] += answer not in (
+                False,
+                None,
+            )  # drafts that were not placed, steps that were not computed
             return answer
 
         monkeypatch.setattr(cls, name, call)
 
     counted(OrdinarySteps, "results", "ordinary")
+    counted(RoundSteps, "run", "rounds")
     counted(Placing, "place_chains", "columns")
     assert isinstance(llm._engine.core.executor._ordinary, OrdinarySteps)  # type: ignore[union-attr]
     expected = run(llm, engines.prompts, params, False)
-    assert counts == {"ordinary": 0, "columns": 0}
+    assert not any(counts.values())
     assert run(llm, engines.prompts, params, True) == expected
     assert counts["ordinary"] > 0
+    steps = counts["rounds"]
+    if family == "methods" and shape == "chain" and method in IN_ROUNDS and rule != "all":
+        assert steps > 0
+    if (
+        family == "methods"
+        and shape != "chain"
+        and method in PASSES_IN_ROUNDS
+        and rule in ("greedy", "coupled")
+    ):
+        assert steps > 0
+    assert run(llm, engines.prompts, params, True, rounds=8) == expected[:2]
+    if steps > 5:
+        assert counts["rounds"] < 1.8 * steps, "several rounds a step"
     if family == "methods" and shape == "chain" and method in IN_COLUMNS and rule != "all":
         assert counts["columns"] > 0
 
@@ -201,6 +234,7 @@ def test_mixed_steps_the_same_as_request_by_request(
     expected = run(llm, prompts, params, False)
     assert not seen
     assert run(llm, prompts, params, True) == expected
+    assert run(llm, prompts, params, True, rounds=8) == expected[:2]
     mixed = [step for step in seen if step.apart is not None]
     assert len(mixed) > 5
     assert any(

@@ -23,6 +23,7 @@ from draftwise.kernels.cpu import (
     handles,
     library,
     program,
+    rounds,
     trees,
 )
 from draftwise.kernels.cpu.records import check_record
@@ -46,7 +47,9 @@ MIRRORS = {
     "ProgramOp": ctypes.sizeof(program.Operation),
     "RequestBook": ctypes.sizeof(RequestBook),
     "RopeCall": ctypes.sizeof(handles.RopeCall),
+    "Rounds": ctypes.sizeof(rounds.RoundsRecord),
     "RowBook": ctypes.sizeof(RowBook),
+    "SlotPool": ctypes.sizeof(rounds.SlotPool),
     "SuffixDraft": ctypes.sizeof(suffix_native.DraftStruct),
     "SuffixLimits": ctypes.sizeof(suffix_native.LimitsStruct),
     "TableBook": ctypes.sizeof(TableBook),

@@ -17,7 +17,7 @@ from draftwise.adapt.outcomes import outcomes
 from draftwise.adapt.performance import PerformanceModel, bucket
 from draftwise.adapt.roster import Planned, Roster, record
 from draftwise.adapt.settings import AdaptiveSettings
-from draftwise.types import RowResult, Speculation, StepResult
+from draftwise.types import CUT_BYTES, RoundCuts, RowResult, Speculation, StepResult
 
 _PROMISING = 1.1
 """Promised rate over the plain one from which on suspended speculation is tried again before it has paid."""
@@ -68,9 +68,10 @@ class AdaptiveController(Controller):
         self.resting = self._following.resting
         self._planned = Planned(0)  # the newest step
         self._num_suspended = 0
-        self._unbooked: deque[tuple[int, int]] = deque(maxlen=8)
-        """Requests and tokens of the steps that were passed over since the last one in the account; few, unless steps
-        that count have prompts in them."""
+        self._in_rounds = False  # the newest step that drafted had several, see `_of_a_round`
+        self._unbooked: deque[tuple[int, int, int]] = deque(maxlen=8)
+        """Requests, tokens and rounds of the steps that were passed over since the last one in the account; few, unless
+        steps that count have prompts in them."""
 
     # ------------------------------------------------------------------------------------------- planning
 
@@ -188,6 +189,28 @@ class AdaptiveController(Controller):
             drafter.before = None
         return cut
 
+    def rounds(self, rids: Sequence[int], most: int) -> tuple[int, RoundCuts | None]:
+        planned = self._planned
+        planned.most_rounds = most
+        if not self._groups:
+            return most, None
+        if self._explorer.pausing or self._explorer.deep is not None:
+            return 1, None
+        if any(lag for _, _, lag in planned.drafting.values()):
+            return 1, None  # the first of them takes longer
+        tables, outcomes = bytearray(), bytearray()
+        for rid in rids:
+            drafter = self._drafters.get(rid)
+            if drafter is None:
+                tables += _WHOLE
+                outcomes.append(_UNKNOWN)
+                continue
+            if drafter.probe or drafter.probing:
+                return 1, None  # a probe waits for its outcome
+            tables += drafter.cut_table()
+            outcomes.append(_UNKNOWN if drafter.before is None else drafter.before)
+        return most, RoundCuts(bytes(tables), bytes(outcomes))
+
     # ------------------------------------------------------------------------------------------- observing
 
     def observe(self, result: StepResult, shape: StepShape, seconds: float | None) -> None:
@@ -196,18 +219,22 @@ class AdaptiveController(Controller):
         if not self._groups:
             # Plain decoding only. What it takes is soon well known.
             if seconds is not None and (step < 64 or step % 8 == 0):
-                self.model.observe_target(shape, seconds - result.draft_time)
+                self.model.observe_target(shape, (seconds - result.draft_time) / result.num_rounds)
             return
-        tokens, drafted, apart = self._observe_rows(result.rows, planned)
+        rounds = result.num_rounds
+        tokens, drafted, apart = self._observe_rounds(result, planned)
         if seconds is None:
             return
+        whole, seconds = seconds, self._of_a_round(result, planned, seconds)
+        if rounds > 1:
+            shape.rows = shape.requests + (drafted and max(round(drafted / rounds), 1))
         if apart:  # a pass more than steps have whose requests all draft, or decode plainly
-            self._earn(seconds)
+            self._earn(whole)
             return
         if self._ahead and not shape.prompt_rows:  # what was planned is the most that could be
             shape.requests = len(result.rows)
             shape.rows = shape.requests + drafted
-        drafting, draft_time = planned.drafting, result.draft_time
+        drafting, draft_time = planned.drafting, result.draft_time / rounds
         untimed = bool(drafting) and draft_time <= 0 and result.forward_time <= 0
         if untimed:
             self._explorer.pause_steps = 2
@@ -216,15 +243,15 @@ class AdaptiveController(Controller):
             self._charge_following(draft_time, shape)
         plain = shape.rows == shape.requests and not drafting
         if plain and step % 4 and self._decisions.next_step > step + 8:
-            self._earn(seconds)  # no request drafts and nothing is due: a sample in four is enough
+            self._earn(whole)  # no request drafts and nothing is due: a sample in four is enough
             return
         decoding = shape.requests > 0 and not shape.prompt_rows
         pure = shape.rows == shape.requests
         warm = step > self.settings.warm_steps and self._decisions.next_step > step + 2
         if decoding and not pure and warm and step % self._decisions.stride:
             # To take one in costs as much as everything else together: the next one stands for those before it, too.
-            self._unbooked.append((shape.requests, tokens))
-            self._earn(seconds)
+            self._unbooked.append((shape.requests, tokens, rounds))
+            self._earn(whole)
             return
         usual = seconds - draft_time
         if not untimed:  # what was guessed by the target's part says nothing of that
@@ -238,8 +265,44 @@ class AdaptiveController(Controller):
             if pure and not untimed:
                 self._explorer.saw_plain(shape.requests)
             if not plain:
-                self._account(shape, tokens, min(seconds, 1.25 * usual))
-        self._earn(seconds)
+                self._account(shape, tokens, min(seconds, 1.25 * usual), rounds)
+        self._earn(whole)
+
+    def _of_a_round(self, result: StepResult, planned: Planned, seconds: float) -> float:
+        """What a round of the step took, of ``seconds``.
+
+        Planning and the like are shared by all rounds of a step. A step that had one where others have several, such
+        as a plain one to learn from, took more of it than what it stands for would: that is taken off.
+        Example: a step of 0.7 ms, 0.3 of them for what is shared, where four rounds are usual: 0.475 ms.
+        """
+        rounds, most = result.num_rounds, planned.most_rounds
+        if rounds > 1 or most == 1:
+            self._in_rounds = rounds > 1
+            return seconds / rounds
+        if planned.drafting and not self._explorer.pausing:
+            self._in_rounds = False
+        if not self._in_rounds:
+            return seconds
+        own = result.forward_time + result.verify_time + result.draft_time
+        return seconds - max(seconds - own, 0.0) * (1 - 1 / most)
+
+    def _observe_rounds(self, result: StepResult, planned: Planned) -> tuple[int, int, bool]:
+        """`_observe_rows` of all rounds."""
+        tokens, total, apart = self._observe_rows((*result.earlier, result.rows)[0], planned)
+        for rows in (*result.earlier, result.rows)[1:]:
+            for rid, drafted, _, _, _, _ in outcomes(rows):
+                drafter = self._drafters.get(rid)
+                if drafter is not None and drafter.waiting:
+                    drafter.verified = drafter.waiting
+                    if not drafted:
+                        drafter.before = None
+                    if drafter.before is None:
+                        planned.before.pop(rid, None)
+                    else:
+                        planned.before[rid] = drafter.before
+            more = self._observe_rows(rows, planned)
+            tokens, total, apart = tokens + more[0], total + more[1], apart or more[2]
+        return tokens, total, apart
 
     def _observe_rows(self, rows: Sequence[RowResult], planned: Planned) -> tuple[int, int, bool]:
         """Take in what became of every request's proposal. Answers how many tokens there were, and drafts verified, and
@@ -312,15 +375,16 @@ class AdaptiveController(Controller):
             for group in self._groups:
                 self._following.drop(group)
 
-    def _account(self, shape: StepShape, tokens: int, seconds: float) -> None:
-        """Book what speculation gains or loses against plain decoding, in plain steps. The step stands for those that
-        were passed over before it and had as many requests: they took as long, and their tokens were counted.
+    def _account(self, shape: StepShape, tokens: int, seconds: float, rounds: int) -> None:
+        """Book what speculation gains or loses against plain decoding, in plain steps. ``seconds``: of a round. The
+        step stands for those that were passed over before it and had as many requests: their rounds took as long, and
+        their tokens were counted.
 
         Example: 3 tokens for one request in 1.5 times the time of a plain step: 3 - 1.5 = 1.5 steps gained.
         """
-        alike = [many for requests, many in self._unbooked if requests == shape.requests]
+        alike = [(many, of) for requests, many, of in self._unbooked if requests == shape.requests]
         self._unbooked.clear()
-        steps, total = 1 + len(alike), tokens + sum(alike)
+        steps, total = rounds + sum(of for _, of in alike), tokens + sum(many for many, _ in alike)
         prices = self._decisions.prices
         if prices is None or not self._decisions.plain_known:
             return
@@ -362,3 +426,5 @@ class AdaptiveController(Controller):
 
 
 _NEW = Drafter(Group("", "", False), 0, 0, 0)
+_WHOLE, _UNKNOWN = 4 * bytes(range(CUT_BYTES // 4)), 3
+"""A table that cuts nothing, and the last kind of outcome of `RoundCuts`."""

@@ -21,6 +21,7 @@ from draftwise.adapt.acceptance import (
     size_class,
 )
 from draftwise.adapt.performance import PerformanceModel
+from draftwise.names import MAX_TREE_NODES
 
 SWITCH = 0.02
 """A choice is replaced by one that promises this much more."""
@@ -109,6 +110,7 @@ class Drafter:
     behind: int = 0  # tokens that the drafter has to see besides one for each step since `drafted`
     ready: int = 0  # step from which on its drafter has seen enough to draft well
     glances: bool = False  # see `Following.glance`
+    _table: tuple[dict[int, int], bool, bytes] | None = None  # see `cut_table`
 
     def cut(self, proposed: int) -> int:
         """Nodes of a waiting proposal of this size to verify, as far as history goes: never by what was drawn."""
@@ -116,6 +118,16 @@ class Drafter:
         if kind == ANY and self.before is not None:
             kind = after(self.before) if after(self.before) in self.cuts else ANY
         return min(self.cuts.get(kind, proposed), proposed)
+
+    def cut_table(self) -> bytes:
+        """uint8 [4, 64] `cut` of proposals of all sizes, by what came of the one before (`RoundCuts`)."""
+        if self._table is None or self._table[0] is not self.cuts or self._table[1] != self.group.trees:
+            before, rows = self.before, bytearray()
+            for self.before in (NOTHING, SOME, ALL, None):
+                rows += bytes([self.cut(n) if self.group.cuts else n for n in range(MAX_TREE_NODES + 1)])
+            self.before = before
+            self._table = self.cuts, self.group.trees, bytes(rows)
+        return self._table[2]
 
     def lag(self, step: int) -> int:
         """Tokens that the drafter has to see before it drafts in this step, beyond those of the step before."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from draftwise.types import Speculation, StepResult
+from draftwise.types import RoundCuts, Speculation, StepResult
 
 Tables = Mapping[str, Sequence[tuple[int, int, int]]]
 """method -> ((from, to, K), ...), batch sizes inclusive: vLLM's ``num_speculative_tokens_per_batch_size``."""
@@ -118,6 +118,12 @@ class Controller(ABC):
             if nodes:
                 self.granted(rid, nodes)
 
+    def rounds(self, rids: Sequence[int], most: int) -> tuple[int, RoundCuts | None]:
+        """How many rounds the step that is planned may have, at most ``most``, for requests ``rids`` that all decode:
+        in later ones each drafts as much as in the first (`granted`), and verifies what it drafted as far as is said
+        here. A round is what a step without further ones is."""
+        return 1, None
+
     def observe(  # noqa: B027
         self, result: StepResult, shape: StepShape, seconds: float | None
     ) -> None:
@@ -163,6 +169,9 @@ class StaticController(Controller):
     def grant(self, rids: Sequence[int], budgets: Sequence[int]) -> None:
         if type(self) is not StaticController:
             super().grant(rids, budgets)
+
+    def rounds(self, rids: Sequence[int], most: int) -> tuple[int, RoundCuts | None]:
+        return (most, None) if type(self) is StaticController else (1, None)
 
 
 def most_nodes(speculation: Speculation, batch_size: int, tables: Tables) -> int:

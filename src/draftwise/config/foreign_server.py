@@ -30,7 +30,7 @@ SERVER_SWITCHES = {
 SERVER_VALUES = {
     "override_generation_config": Foreign(({},), refusal="requests say how they are sampled"),
     "prefix_caching_hash_algo": Foreign(None, "there is one way to find prefixes"),
-    "num_scheduler_steps": Foreign((1,), refusal="see --async-scheduling"),
+    "num_scheduler_steps": Foreign((1,), refusal="see --rounds-per-step"),
     "stream_interval": Foreign(None, "--max-chunk-rate says how often streams are written"),
     "response_role": Foreign(("assistant",), refusal="answers are the assistant's"),
     "chat_template_content_format": Foreign(("auto", "string"), refusal="templates get contents as text"),

@@ -82,6 +82,12 @@ def build_engine(
     recurrent = facts.most_drafts is not None
     if config.async_scheduling:
         executor = ThreadedExecutor(executor)
+    if config.rounds_per_step > 1 and executor.most_rounds == 1:
+        executor.close()
+        raise ConfigError(
+            "rounds_per_step: only native code on a CPU computes several rounds in a step, in one process and without "
+            "async_scheduling; leave it at 1"
+        )
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=facts.num_seqs,
@@ -97,6 +103,7 @@ def build_engine(
         ),
         _controller(config, facts),
         clock,
+        min(config.rounds_per_step, executor.most_rounds),
     )
     processor = Processor(
         facts.model,

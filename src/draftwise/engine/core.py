@@ -177,7 +177,7 @@ class EngineCore:
     def _count(self, result: StepResult, updates: list[RequestUpdate], seconds: float) -> None:
         totals = self.totals
         if result.rows:
-            totals.num_steps += 1
+            totals.num_steps += result.num_rounds
             totals.step_time += seconds
             totals.forward_time += result.forward_time
             totals.draft_time += result.draft_time

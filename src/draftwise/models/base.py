@@ -13,6 +13,8 @@ from torch import Tensor
 
 from draftwise.kernels.base import Linear, Ops
 from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
+from draftwise.kernels.cpu.program import Program
+from draftwise.kernels.cpu.rounds import RoundPasses
 from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig as ModelConfig  # part of this contract
@@ -185,6 +187,14 @@ class DecoderModel(ABC):
             rows: the last row of each request; None: each has one row.
             draws: how tokens are drawn; None: greedily.
         """
+        return None
+
+    def pass_of(self, kv: KVStorage, capture: Sequence[int]) -> Program | None:
+        """The pass that `forward_logits` replays with these captured layers, if that is all it does."""
+        return None
+
+    def round_passes(self, asked: BookDrafts, kv: KVStorage) -> RoundPasses | None:
+        """`draft_books` behind every round of several (`BookPasses.for_rounds`); None: it cannot."""
         return None
 
     def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:

@@ -16,6 +16,7 @@ from draftwise.kernels.cpu.book_passes import BookPasses
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.program import PassOutput, Program
 from draftwise.kernels.cpu.recording import Recording
+from draftwise.kernels.cpu.rounds import RoundPasses
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.wrapped import WrappedDecoder
@@ -88,14 +89,25 @@ class RecordedDecoder(WrappedDecoder):
             return None
         return program.chains(batch, _head_rows(batch, rows), steps, draws)
 
+    def pass_of(self, kv: KVStorage, capture: Sequence[int]) -> Program | None:
+        return self._program(kv, capture)
+
     def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:
+        books = self._book_passes(kv)
+        return None if books is None else books.draft(asked)
+
+    def round_passes(self, asked: BookDrafts, kv: KVStorage) -> RoundPasses | None:
+        books = self._book_passes(kv)
+        return None if books is None else books.for_rounds(asked)
+
+    def _book_passes(self, kv: KVStorage) -> BookPasses | None:
         program = self._program(kv, ())
         if program is None:
             return None
         books = self._books.get(program)
         if books is None:
             books = self._books[program] = BookPasses(self._ops.library, self._ops.pool, program)
-        return books.draft(asked)
+        return books
 
     def draft_trees(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from draftwise.kernels.cpu.book_drafts import ANY_LENGTH, InBooks
+from draftwise.kernels.cpu.rounds import RoundDrafts, RoundFeatures
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import Proposer
 from draftwise.sampling.state import SamplingState
@@ -185,6 +186,38 @@ def follows_columns(proposer: Any) -> TypeGuard[ColumnFollower]:
 def drafts_columns(proposer: Any) -> TypeGuard[ColumnDrafter]:
     """Whether it is a `ColumnDrafter`."""
     return _keeps(proposer.__class__, ColumnDrafter)
+
+
+class RoundAnswer(NamedTuple):
+    """``done``: rounds that were computed, at least one; ``drafted``: whether drafts wait behind the last one."""
+
+    done: int
+    drafted: bool
+
+
+class RoundDrafter(ABC):
+    """A proposer whose drafts native code makes by itself, several times in a row (``csrc/rounds.h``). A subclass that
+    overrides `Proposer.propose` is called through that."""
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether it ever does."""
+        return True
+
+    @abstractmethod
+    def round_drafts(
+        self, columns: DraftColumns, rounds: int
+    ) -> tuple[RoundDrafts, RoundFeatures | None] | None:
+        """How it drafts for these requests behind each of the next ``rounds`` rounds, and what it reads of the target
+        then; what it has stored and read is written down by the call. None: not here, and nothing has changed."""
+
+    def after_rounds(self, answer: RoundAnswer) -> None:  # noqa: B027
+        """The rounds of the latest `round_drafts` were computed. Where no drafts wait, they are asked for next."""
+
+
+def drafts_rounds(proposer: Any) -> TypeGuard[RoundDrafter]:
+    """Whether it is a `RoundDrafter`."""
+    return _keeps(proposer.__class__, RoundDrafter)
 
 
 class ColumnLookUp(ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,14 @@ class Drafting:
                     self._proposers[name].observe(rids, batch, output)
                 except Exception as error:
                     self.guard.failed(name, "observe", own, error)
+
+    def observes_for(self, methods: Set[str]) -> bool:
+        """Whether a drafter of one of these names looks at what the target computes."""
+        return not self._observers.isdisjoint(methods)
+
+    def native(self, method: str) -> object | None:
+        """The proposer of this name, if it is one of ours."""
+        return None if method in self._foreign else self._proposers.get(method)
 
     @property
     def transfers(self) -> bool:

@@ -55,6 +55,11 @@ class Executor(ABC):
         return 0
 
     @property
+    def most_rounds(self) -> int:
+        """Rounds that a step may have at most (`StepPlan.rounds`)."""
+        return 1
+
+    @property
     def failure(self) -> EngineDeadError | None:
         """Why no step can be executed any more, where that shows without trying; None: nothing is known."""
         return None

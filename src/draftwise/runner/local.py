@@ -26,9 +26,10 @@ from draftwise.runner.compaction import Compaction
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
-from draftwise.runner.ordinary import OrdinarySteps
+from draftwise.runner.ordinary import Members, OrdinarySteps
 from draftwise.runner.outcome import Outcome, drafting, row_results
 from draftwise.runner.placing import Placing, Wanted
+from draftwise.runner.rounds import MOST_ROUNDS, RoundSteps
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.runner.seat_results import Flight
 from draftwise.runner.seats import Seats
@@ -36,7 +37,7 @@ from draftwise.runner.side_by_side import OrdinaryStep
 from draftwise.runner.verifying import Verifying
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
-from draftwise.sched.columns import PlanColumns
+from draftwise.sched.columns import PlanColumns, RowColumns
 from draftwise.structured.grammars import Grammars
 from draftwise.types import (
     DrafterFailure,
@@ -104,6 +105,11 @@ class LocalExecutor(Executor):
             chains_only=storage.states is not None,
             placing=None if library is None or self._ordinary is None else Placing(library, block_size),
         )
+        self._rounds: RoundSteps | None = None
+        if self._ordinary is not None and library is not None and isinstance(rules, NativeRules):
+            self._rounds = RoundSteps(
+                library, rules, model, storage, self._drafting, self._ordinary, block_size
+            )
         self._compaction = Compaction(storage, block_size, device)
         self._one_by_one = OneByOne(model, self._drafting, self._verifying, self._compaction, self._ordinary)
         self.seats: Seats | None = None  # of requests that decode on the device
@@ -127,6 +133,10 @@ class LocalExecutor(Executor):
         if self.seats is not None:
             return self.launch(plan).finish()
         return self._here(lambda: self._execute(plan))
+
+    @property
+    def most_rounds(self) -> int:
+        return 1 if self._rounds is None else MOST_ROUNDS
 
     def launch(self, plan: StepPlan) -> Launched:
         seats = self.seats
@@ -205,6 +215,10 @@ class LocalExecutor(Executor):
             return self._nothing(plan)
         start = self._clock()
         ordinary = self._ordinary
+        if self._rounds is not None and ordinary is not None and not plan.new:
+            done = self._rounds.run(plan, self._rows)
+            if done is not None:
+                return self._end_rounds(ordinary, *done, start)
         if ordinary is not None:
             step = None if self._drafting.transfers else ordinary.gather(plan.rows, self._rows)
             if step is not None:
@@ -247,6 +261,27 @@ class LocalExecutor(Executor):
             draft_time=drafted - verified + followed,
             draft_forward_time=self._drafting.take_forward_time(),
             drafter_failures=self._drafting.take_failures(),
+        )
+
+    def _end_rounds(
+        self, ordinary: OrdinarySteps, result: StepResult, members: Members, wanted: Wanted, start: float
+    ) -> StepResult:
+        """Draft what native code could not, behind the last of several rounds."""
+        drafting, before = self._drafting, self._clock()
+        draft_time, forward_time = result.draft_time, result.draft_forward_time
+        if wanted.rows:
+            drafting.propose(wanted)
+            assert isinstance(result.rows, RowColumns)
+            ordinary.wait(members, result.rows)
+            forward_time += drafting.take_forward_time()
+        end = self._clock()
+        others = result.forward_time + result.verify_time + result.draft_time
+        return replace(
+            result,
+            input_time=max(before - start - others, 0.0),
+            draft_time=draft_time + end - before,
+            draft_forward_time=forward_time,
+            drafter_failures=drafting.take_failures(),
         )
 
     def _in_columns(

@@ -68,7 +68,7 @@ class OrdinarySteps:
         self._block_size = block_size
         check_record(library, "FillBook", DrafterFill)
         check_record(library, "RowBook", RowBook, _NAMES_IN_C)
-        self._members = _Members((), {})
+        self._members = Members((), {})
         self._laid: Laid | None = None
         self._size = library.function(
             "dw_step_size", ctypes.c_int, [_I64, _PTR, _I64, _PTR, _PTR, _PTR, _PTR]
@@ -86,7 +86,7 @@ class OrdinarySteps:
 
     def changed(self) -> None:
         """Requests came or left."""
-        self._members = _Members((), {})
+        self._members = Members((), {})
 
     def enters(self, row: Row) -> None:
         """Say of a request whether it is ordinary from now on."""
@@ -105,9 +105,7 @@ class OrdinarySteps:
         """A planned step, if somebody in it is ordinary; None: it goes request by request, and nothing has changed."""
         columns = PlanColumns.of(plans)
         rids, num_new, count = columns.rids, columns.num_new, len(columns.rids)
-        if rids != self._members.rids:
-            self._members = _Members(rids, rows)
-        members, places = self._members.rows, self._members.places
+        members, places = self.members(rids, rows).rows, self._members.places
         size, places_at = self._block_size, self._members.places_at
         asked = num_new + columns.num_draft
         answers, facts = array("i", bytes(8 * count)), array("q", bytes(64))
@@ -159,6 +157,20 @@ class OrdinarySteps:
             apart,
             apart_at,
             self._members.method,
+        )
+
+    def members(self, rids: Sequence[int], rows: Mapping[int, Row]) -> Members:
+        """These requests side by side."""
+        if rids != self._members.rids:
+            self._members = Members(rids, rows)
+        return self._members
+
+    def wait(self, members: Members, results: RowColumns) -> None:
+        """Write into the results how many nodes wait for each of these requests now."""
+        self._waiting(
+            len(members.rows),
+            members.places_at,
+            results.numbers.buffer_info()[0] + 4 * PROPOSED * len(members.rows),
         )
 
     def decide(self, step: OrdinaryStep, logits: torch.Tensor, *, told: bool) -> tuple[list[int], list[int]]:
@@ -255,7 +267,7 @@ class OrdinarySteps:
             )
 
 
-class _Members:
+class Members:
     """The requests of a step. They stay the same for many steps."""
 
     def __init__(self, rids: Sequence[int], rows: Mapping[int, Row]) -> None:
@@ -263,8 +275,11 @@ class _Members:
         self.rows = [rows[rid] for rid in rids]
         self.places = array("Q", [row.at for row in self.rows])
         self.places_at = self.places.buffer_info()[0]
-        methods = {row.method for row in self.rows}
-        self.method = methods.pop() if len(methods) == 1 else None
+        self.methods = frozenset(row.method for row in self.rows)
+        self.method = next(iter(self.methods)) if len(self.methods) == 1 else None
+        kinds = {row.kind for row in self.rows}
+        self.kind = kinds.pop() if len(kinds) == 1 else 0
+        """Their `Row.kind`; 0: they differ."""
         adapters = tuple([row.adapter for row in self.rows])
         self.adapters = adapters if any(adapters) else None
 

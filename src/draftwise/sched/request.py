@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -364,3 +364,15 @@ class RequestUpdate(NamedTuple):
     request: Request
     num_new: int
     finished: bool
+
+
+def together(updates: Sequence[RequestUpdate]) -> list[RequestUpdate]:
+    """The updates of several rounds of one step, one for each request."""
+    found: dict[int, RequestUpdate] = {}
+    for update in updates:
+        rid = update.request.rid
+        before = found.get(rid)
+        if before is not None:
+            update = RequestUpdate(update.request, before.num_new + update.num_new, update.finished)
+        found[rid] = update
+    return list(found.values())

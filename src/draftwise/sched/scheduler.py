@@ -16,7 +16,8 @@ from draftwise.sched.committing import commit_row
 from draftwise.sched.drafts import DraftRoom
 from draftwise.sched.integrity import check_books
 from draftwise.sched.order import Ordered
-from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts
+from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, together
+from draftwise.sched.rounds import ROUND_SECONDS, RoundRoom
 from draftwise.sched.shares import Shares, kept_for_drafts, measure
 from draftwise.sched.taking import Books, Members, Planned, native_books
 from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, new_record
@@ -41,11 +42,14 @@ class Scheduler:
         kv: KVManager,
         controller: Controller,
         clock: Callable[[], float],
+        most_rounds: int = 1,
     ) -> None:
+        """``most_rounds``: of a step, see `Executor.most_rounds`."""
         self.config = config
         self.kv = kv
         self._controller = controller
         self._draft_room = DraftRoom(kv, config.max_num_batched_tokens)
+        self._rounds = RoundRoom(kv, most_rounds)
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._waiting = Ordered()
@@ -152,6 +156,16 @@ class Scheduler:
                 new.append(admitted)
                 left -= shares.num_new[-1]
         self._draft_room.divide(shares, left, self._controller, self._batch_size)
+        self._controller.grant(shares.rids, shares.budgets)
+        rounds, cuts = 1, None
+        if (
+            members is not None
+            and self._books is not None
+            and not self._waiting
+            and not shares.reading
+            and not new
+        ):
+            rounds, cuts = self._rounds.of(shares, self._controller, self._books, members)
         self._plan(shares, members)
         plan = StepPlan(
             step=self._step,
@@ -159,6 +173,9 @@ class Scheduler:
             new=tuple(new),
             removed=tuple(self._removed),
             trimmed=tuple(self._trimmed.items()),
+            rounds=rounds,
+            round_seconds=ROUND_SECONDS,
+            cuts=cuts,
         )
         self._removed = []
         busy = self._planned.rids or self._flying.rids
@@ -260,7 +277,6 @@ class Scheduler:
         controller = self._controller
         num_new, num_draft = array("i", shares.num_new), array("i", shares.num_draft)
         budgets = array("i", shares.budgets)
-        controller.grant(shares.rids, budgets)
         resting: frozenset[int] = frozenset()
         if controller.resting:
             told = controller.resting
@@ -339,31 +355,45 @@ class Scheduler:
             self._flying = EMPTY_PLAN
         else:
             self._planned = EMPTY_PLAN
-        rows = result.rows
+        if not result.earlier:
+            return updates + self._commit_round(result.rows, planned, side_by_side, now)
+        own: list[RequestUpdate] = []
+        for rows in (*result.earlier, result.rows):
+            own += self._commit_round(rows, planned, side_by_side, now)
+            if any(update.finished for update in own):
+                side_by_side = None  # later rounds of those that ended are passed over
+        return updates + together(own)
+
+    def _commit_round(
+        self, rows: Sequence[RowResult], planned: PlanColumns, side_by_side: Planned | None, now: float
+    ) -> list[RequestUpdate]:
+        """The results of one round of the step ``planned``, taken in."""
         answers: Sequence[int] | None = None
         if self._books is not None and side_by_side is not None:
             answers = self._books.take_in(side_by_side, rows, now, self.kv)
         if answers is None or side_by_side is None:
             plans, requests = planned.by_rid, self._requests
+            updates: list[RequestUpdate] = []
             for row in rows:
                 plan, request = plans.get(row.rid), requests.get(row.rid)
                 if request is not None and plan is not None and request.status is RequestStatus.RUNNING:
                     updates.append(self._commit_row(request, plan, row, now))
             return updates
+        took = zip(side_by_side.members.requests, answers, strict=True)
         if min(answers) >= 0:
-            took = zip(side_by_side.members.requests, answers, strict=True)
-            updates += [new_record(RequestUpdate, (request, taken, False)) for request, taken in took]
-            return updates
-        for i, (request, taken) in enumerate(zip(side_by_side.members.requests, answers, strict=True)):
-            if taken >= 0:
-                updates.append(new_record(RequestUpdate, (request, taken, False)))
-            else:
-                updates.append(self._commit_row(request, planned[i], rows[i], now))
-        return updates
+            return [new_record(RequestUpdate, (request, taken, False)) for request, taken in took]
+        return [
+            new_record(RequestUpdate, (request, taken, False))
+            if taken >= 0
+            else self._commit_row(request, planned[i], rows[i], now)
+            for i, (request, taken) in enumerate(took)
+        ]
 
     def learn(self, result: StepResult, seconds: float | None) -> None:
         """Tell the controller what the committed step took, see `Controller.observe`."""
         shape = self._flying_shape if result.step < self._step else self._shape
+        if seconds is not None and not shape.prompt_rows:
+            self._rounds.took(seconds / result.num_rounds)
         self._controller.observe(result, shape, seconds)
 
     def control_stats(self) -> ControlStats:

@@ -35,7 +35,7 @@ class NativeRules(BatchRules):
     compacts: ClassVar[bool] = False
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
-        self._pool = pool
+        self.pool = pool
         self._verify = library.function(
             "dw_verify", None, [_PTR, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _PTR, _PTR]
         )
@@ -74,7 +74,7 @@ class NativeRules(BatchRules):
         if logits.shape[0] != rows or count + total > rows:
             refuse("logits of all rows")
         self._verify(
-            self._pool.pointer,
+            self.pool.pointer,
             logits.data_ptr(),
             logits.shape[1],
             count,
@@ -132,7 +132,7 @@ class NativeRules(BatchRules):
             require(all(q.shape[1] == vocab for q in kept_q), "a q for each token")
             found = array("i", bytes(4 * (2 * count + total)))
             self._verify(
-                self._pool.pointer,
+                self.pool.pointer,
                 logits.data_ptr(),
                 vocab,
                 count,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from torch import Tensor
 
 from draftwise.kernels.cpu.blocks import BlockPlan, NativeBlocks
 from draftwise.kernels.cpu.book_drafts import DRAFTED, NO_ROOM, STREAM_OF, BookDrafts, BookRecord, InBooks
@@ -12,6 +13,7 @@ from draftwise.kernels.cpu.chains import ChainOutput, Feedback, target_ids_at
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.program import PassInput, Program
+from draftwise.kernels.cpu.rounds import RoundPasses
 from draftwise.kernels.cpu.trees import TreeOutput
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
@@ -65,38 +67,69 @@ class BookPasses:
         """Draft for the requests that ``asked`` names; None: it cannot, and their books are as they were."""
         record, features = asked.record, asked.features
         self._program.give_features(None if features is None else features.values, record.feature_rows)
-        if asked.tree is not None:
-            return InBooks() if self._drafted(1, self._trees, asked) else None
-        out = self._chains
-        out.stream = STREAM_OF[asked.kind]
-        if asked.kind != "sampled":
-            out.q = None
-            return InBooks() if self._drafted(0, out, asked) else None
-        rows = asked.count * asked.deepest
-        own = told = torch.empty((rows, self._vocab))
-        ids = self._target_ids
-        if ids is not None:  # the books speak the target's vocabulary
-            told = torch.zeros((rows, record.vocab))
-        out.q, record.q = own.data_ptr(), told.data_ptr()
-        if not self._drafted(0, out, asked):
+        out = self._output(asked)
+        own, told = self._distributions(asked)
+        if not self._drafted(out, asked):
             return None
-        if ids is not None:
-            told[:, ids] = own
+        if told is None or own is None:
+            return InBooks()
+        if self._target_ids is not None:
+            told[:, self._target_ids] = own
         return InBooks(told)
 
-    def _drafted(self, call: int, out: ChainOutput | TreeOutput, asked: BookDrafts) -> bool:
-        record, program = asked.record, self._program
-        # In the usual step a drafter has to read the tokens that came, of which there are no more than drafts and one.
-        rows = asked.count * (min(asked.deepest, _FEW) + 1)
-        head_rows, tree = asked.count, asked.tree
+    def for_rounds(self, asked: BookDrafts) -> RoundPasses | None:
+        """What native code needs to draft so behind every round for the requests that ``asked`` names, as long as
+        nothing else is drafted with these passes. Their features are given by it."""
+        if self._blocks is not None:
+            return None
+        out = self._output(asked)
+        own, told = self._distributions(asked)
+        kept = self._make_room(asked, *self._usual_room(asked))
+        return RoundPasses(
+            self._program.pointer, self._program.given_room, out, asked, own, told, self._target_ids, kept
+        )
+
+    def _output(self, asked: BookDrafts) -> ChainOutput | TreeOutput:
+        if asked.tree is not None:
+            return self._trees
+        out = self._chains
+        out.stream = STREAM_OF[asked.kind]
+        return out
+
+    def _distributions(self, asked: BookDrafts) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Room for what chains are drawn from, over the drafter's vocabulary and over the target's, if they are."""
+        if asked.tree is not None or asked.kind != "sampled":
+            self._chains.q = None
+            return None, None
+        rows = asked.count * asked.deepest
+        own = told = torch.empty((rows, self._vocab))
+        if self._target_ids is not None:  # the books speak the target's vocabulary
+            told = torch.zeros((rows, asked.record.vocab))
+        self._chains.q, asked.record.q = own.data_ptr(), told.data_ptr()
+        return own, told
+
+    def _usual_room(self, asked: BookDrafts) -> tuple[int, int]:
+        """Rows, and rows of logits. In the usual step a drafter has to read the tokens that came, of which there are no
+        more than drafts and one."""
+        rows, head_rows, tree = asked.count * (min(asked.deepest, _FEW) + 1), asked.count, asked.tree
         if tree is not None:
             head_rows *= len(tree.parents) or tree.top_k
+        return rows, head_rows
+
+    def _make_room(self, asked: BookDrafts, rows: int, head_rows: int) -> object:
+        found = self._program.make_room(rows, head_rows, own=True)
+        asked.record.room, asked.record.head_room = found.hidden.shape[0], found.logits.shape[0]
+        return found
+
+    def _drafted(self, out: ChainOutput | TreeOutput, asked: BookDrafts) -> bool:
+        record, program = asked.record, self._program
+        call = self._calls[isinstance(out, TreeOutput)]
+        rows, head_rows = self._usual_room(asked)
         answer = NO_ROOM
         while answer == NO_ROOM:
-            found = program.make_room(rows, head_rows, own=True)
-            record.room, record.head_room = found.hidden.shape[0], found.logits.shape[0]
+            kept = self._make_room(asked, rows, head_rows)
             given = (program.pointer, self._pool.pointer, program.given_room, out, record)
-            answer = self._calls[call](*given, *(() if self._blocks is None else self._blocks.own_pass()))
+            answer = call(*given, *(() if self._blocks is None else self._blocks.own_pass()))
             rows, head_rows = max(rows, record.rows), max(head_rows, record.head_rows)
-            del found
+            del kept
         return bool(answer == DRAFTED)

@@ -83,7 +83,7 @@ class PassOutput:
     logits: Tensor | None  # [M, V] float32
 
 
-class _Results(NamedTuple):
+class Results(NamedTuple):
     """What a pass writes, and where it lies: the addresses of ``hidden`` [T, H], of each of ``captured`` [T, H], and of
     ``logits`` [M, V]."""
 
@@ -159,7 +159,7 @@ class Program:
         self._input.externals = ctypes.addressof(self._externals)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._room: tuple[tuple[int, int], Tensor, Tensor] | None = None
-        self._own: _Results | None = None  # of passes whose results nobody reads, see `_prepare`
+        self._own: Results | None = None  # of passes whose results nobody reads, see `_prepare`
         self._fed_back: tuple[Feedback, int, int | None] | None = None  # the latest, see `feed_back`
         self._checked: dict[
             int, _Rows
@@ -279,6 +279,26 @@ class Program:
         self._externals[self._first_result + 1] = logits.data_ptr()
         return self._input
 
+    def results(self, rows: int) -> Results:
+        """Tensors for what passes of up to so many rows write, with logits of all of them; see `goes_to`."""
+        return self._results(rows, rows)
+
+    def goes_to(self, results: Results, *, head_only: bool) -> PassInput:
+        """The inputs of native code for passes of its own, which fills in their rows: let them write there. The arena
+        has room for as many rows. ``head_only``: as in `run`."""
+        rows = results.logits.shape[0]
+        if rows > self._input.capacity:
+            self._grow(rows)
+        for place, at in enumerate(results.places, self._first_result):
+            self._externals[place] = at
+        self._input.head_only = head_only
+        return self._input
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The captured layers, in the order of `Results.captured`."""
+        return tuple(self._captured)
+
     @property
     def given_room(self) -> PassInput:
         """What `make_room` and `give_features` prepared."""
@@ -316,7 +336,7 @@ class Program:
         *,
         own: bool = False,
         head_only: bool = False,
-    ) -> tuple[_Results, object, object, object]:
+    ) -> tuple[Results, object, object, object]:
         """Fill in the input of a pass: its results, and what must be kept until it has run. ``room``: rows that later
         passes over the same results may have; ``own``: nobody reads the results but native code, which reads the
         head's rows; ``head_only``: nobody reads more than logits."""
@@ -361,7 +381,7 @@ class Program:
             refuse("features of the hidden states' type for each row")
         self._externals[3] = features.data_ptr()
 
-    def make_room(self, rows: int, head_rows: int, *, own: bool) -> _Results:
+    def make_room(self, rows: int, head_rows: int, *, own: bool) -> Results:
         """See that the next pass has an arena for so many rows, and memory for its results, which the caller keeps.
         ``own``: as in `_prepare`."""
         most = rows if rows > head_rows else head_rows
@@ -377,7 +397,7 @@ class Program:
             externals[place] = at
         return results
 
-    def _results(self, rows: int, head_rows: int) -> _Results:
+    def _results(self, rows: int, head_rows: int) -> Results:
         """Fresh tensors for what a pass writes."""
         width, dtype = self._hidden
         hidden = torch.empty((rows, width), dtype=dtype)
@@ -390,7 +410,7 @@ class Program:
         width, dtype = self._logits
         logits = torch.empty((head_rows, width), dtype=dtype)
         places.append(logits.data_ptr())
-        return new_record(_Results, (hidden, captured, logits, places))
+        return new_record(Results, (hidden, captured, logits, places))
 
     def _check(self, batch: StepInput, rows: int) -> _Rows:
         """See that the tensors of the rows are what a pass reads."""

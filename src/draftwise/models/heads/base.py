@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftwise.kernels.base import Linear
 from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
+from draftwise.kernels.cpu.rounds import FeatureJoin, RoundPasses
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import LogitsTail
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
@@ -189,6 +190,14 @@ class HeadModel(ABC):
         parent's row gave. Tokens are the target's; ``draws`` speak the draft vocabulary. None: there is no quicker way
         than level by level.
         """
+        return None
+
+    def feature_join(self) -> FeatureJoin | None:
+        """What `combine` does, where native code can do it by itself."""
+        return None
+
+    def round_passes(self, asked: BookDrafts, kv: KVStorage) -> RoundPasses | None:
+        """As `DecoderModel.round_passes`."""
         return None
 
     def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Ops
+from draftwise.kernels.cpu.rounds import FeatureJoin
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig
@@ -115,6 +116,9 @@ class EagleHead(HeadModel):
 
     def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
         return pick_rows(output.hidden, rows)
+
+    def feature_join(self) -> FeatureJoin:
+        return FeatureJoin()
 
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
         ops = self._ops

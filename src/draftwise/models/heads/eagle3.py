@@ -33,6 +33,8 @@ from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Norm, Ops
+from draftwise.kernels.cpu.linear import NativeLinear
+from draftwise.kernels.cpu.rounds import FeatureJoin
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig
@@ -214,6 +216,13 @@ class Eagle3Head(LayeredHead):
         if self.feature_layers is None:
             return pick_rows(output.hidden, rows)
         return self._join([pick_rows(output.captured[layer], rows) for layer in self.feature_layers])
+
+    def feature_join(self) -> FeatureJoin | None:
+        if self.feature_layers is None:
+            return FeatureJoin()
+        if self._input_norm is not None or self._fc_norms or not isinstance(self._fc, NativeLinear):
+            return None
+        return FeatureJoin(self.feature_layers, self._fc)
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         """Features [n, F] of some rows, of the target's hidden states [n, Ht] that enter each of ``feature_layers``."""

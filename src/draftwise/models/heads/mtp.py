@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
+from draftwise.kernels.cpu.rounds import FeatureJoin
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig
@@ -133,6 +134,9 @@ class MtpHead(HeadModel):
 
     def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
         return pick_rows(output.hidden, rows)
+
+    def feature_join(self) -> FeatureJoin:
+        return FeatureJoin()
 
     def forward(self, batch: StepInput, features: Tensor, kv: KVStorage, depth: int = 0) -> HeadOutput:
         ops, form, mtp = self._ops, self.form, self._layers[depth]

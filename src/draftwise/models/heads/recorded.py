@@ -18,6 +18,7 @@ from draftwise.kernels.cpu.chains import Feedback
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.program import Program
 from draftwise.kernels.cpu.recording import Recording
+from draftwise.kernels.cpu.rounds import RoundPasses
 from draftwise.kv.storage import KVStorage
 from draftwise.models.heads.base import HeadModel, HeadOutput
 from draftwise.models.heads.block import BLOCK, CONTEXT, BlockHead
@@ -118,6 +119,14 @@ class RecordedHead(WrappedHead):
         return program.trees(batch, wanted, draws, features, self._feedback[one])
 
     def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:
+        books = self._book_passes(kv)
+        return None if books is None else books.draft(asked)
+
+    def round_passes(self, asked: BookDrafts, kv: KVStorage) -> RoundPasses | None:
+        books = self._book_passes(kv)
+        return None if books is None else books.for_rounds(asked)
+
+    def _book_passes(self, kv: KVStorage) -> BookPasses | None:
         if self.num_depths > 1:
             return None  # what the first depth gives is queued for the next one
         found = self._found(kv, 0)
@@ -128,7 +137,7 @@ class RecordedHead(WrappedHead):
         if books is None:
             books = BookPasses(self._ops.library, self._ops.pool, program, self._feedback[one])
             self._books[program] = books
-        return books.draft(asked)
+        return books
 
     def _found(self, kv: KVStorage, depth: int) -> tuple[Program, bool] | None:
         return self._program(kv, depth) if self.inner.recordable() else None
@@ -173,7 +182,7 @@ class RecordedBlock(RecordedHead):
         self._parts = None if head.correction is None else head.correction.parts()
         self._vocab_size = head.vocab_size
 
-    def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:
+    def _book_passes(self, kv: KVStorage) -> BookPasses | None:
         blocks, store = self._native(kv), self._program(kv, CONTEXT)
         if blocks is None or store is None:
             return None
@@ -181,7 +190,7 @@ class RecordedBlock(RecordedHead):
         if books is None:
             books = BookPasses(self._ops.library, self._ops.pool, store[0], blocks=blocks)
             self._books[store[0]] = books
-        return books.draft(asked)
+        return books
 
     def lay_out(self, layout: BlockLayout) -> None:
         """Blocks are drafted in this layout from now on; without one they are not drafted in one call."""

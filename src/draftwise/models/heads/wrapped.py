@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from draftwise.kernels.cpu.rounds import FeatureJoin
 from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.heads.base import HeadModel
 from draftwise.types import TargetOutput
@@ -39,6 +40,9 @@ class WrappedHead(HeadModel):
 
     def combine(self, output: TargetOutput, rows: Tensor | slice) -> Tensor:
         return self.inner.combine(output, rows)
+
+    def feature_join(self) -> FeatureJoin | None:
+        return self.inner.feature_join()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.inner.logits(hidden)

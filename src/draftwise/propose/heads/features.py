@@ -50,6 +50,16 @@ class FeatureSource:
         self._copies = row_copies(block_features)
         self._compute = _weakly(self.compute)
 
+    @property
+    def waits(self) -> bool:
+        """Whether rows wait."""
+        return bool(self._waiting)
+
+    @property
+    def blocks(self) -> Tensor:
+        """[blocks, depths, F] the features that are kept beside blocks."""
+        return self._blocks
+
     def expected(self) -> Features:
         """Features that `wait` will be told of; `Features.value` computes them from then on."""
         return Features(self._compute)

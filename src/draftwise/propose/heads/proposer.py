@@ -12,6 +12,7 @@ import torch
 from draftwise.graphs.head import GraphedHead
 from draftwise.graphs.seats.drafter import SeatedDrafter, seat_loops
 from draftwise.kernels.cpu.book_drafts import ANY_LENGTH, BookDrafts, BookTree, InBooks
+from draftwise.kernels.cpu.rounds import RoundDrafts, RoundFeatures
 from draftwise.models.heads.base import HeadModel
 from draftwise.propose.base import DraftRow, ProposerContext
 from draftwise.propose.chains import (
@@ -28,12 +29,15 @@ from draftwise.propose.chains import (
 from draftwise.propose.columns import (
     ColumnDrafter,
     DraftColumns,
+    RoundAnswer,
+    RoundDrafter,
     says_itself,
 )
 from draftwise.propose.heads.follower import HeadFollower
 from draftwise.propose.heads.loops import HeadLoops
 from draftwise.propose.heads.passes import HeadDraft
 from draftwise.propose.heads.seated import SeatedHead
+from draftwise.propose.heads.state import Features
 from draftwise.propose.heads.steady import SteadyHeads
 from draftwise.propose.heads.trees import HeadTrees, RootedTrees
 from draftwise.propose.trees.expansion import ScratchBlocks, draft_trees, is_tree
@@ -50,7 +54,7 @@ from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import EMPTY_PROPOSAL, Proposal
 
 
-class HeadProposer(HeadFollower, ColumnDrafter):
+class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
     """Runs a head autoregressively, all requests of the batch in one pass per position, or per level of a tree.
 
     The head computes the rows of all committed tokens that it has not seen (`HeadFollower`), and goes on from its own
@@ -85,6 +89,8 @@ class HeadProposer(HeadFollower, ColumnDrafter):
         self._scratch: ScratchBlocks  # see `allocate`
         self._books: BookDrafts  # see `allocate`
         self._most = ANY_LENGTH  # drafts in a row
+        self._join = head.feature_join()
+        self._room: torch.Tensor | None = None  # [2, n, F] features of rounds
         self._together: tuple[list[int], list[int]] | None = None
         """The requests of the latest call, if the head did all of it at once, and the stored leading tokens of
         each."""
@@ -173,6 +179,37 @@ class HeadProposer(HeadFollower, ColumnDrafter):
             steady.drafted()
         self.forward_time += time.perf_counter() - begun
         return found
+
+    @property
+    def in_rounds(self) -> bool:
+        return self._join is not None and not says_itself(self, HeadProposer.propose)
+
+    def round_drafts(self, columns: DraftColumns, rounds: int) -> tuple[RoundDrafts, RoundFeatures] | None:
+        steady, join = self._steady, self._join
+        if steady is None or join is None or says_itself(self, HeadProposer.propose):
+            return None
+        if self._passes.source.waits or not steady.rests(columns.rids):
+            return None
+        tree = None
+        if columns.is_tree:
+            tree = book_tree(columns, self._sample_method)
+            if tree is None:
+                return None
+        rows = sum(columns.budgets) + len(columns.rids)
+        if self._room is None or self._room.shape[1] < rows:
+            self._room = torch.empty((2, rows, self._head.feature_size), dtype=self._head.dtype)
+        features = RoundFeatures(join, self._room, steady.counts, self._passes.source.blocks)
+        kind = kind_of_columns(columns, self._sample_method)
+        self._books.ask(columns.places, columns.asked, kind, steady.features_in(self._room[0]), tree)
+        found = self._head.round_passes(self._books, self._passes.kv)
+        return None if found is None else (found, features)
+
+    def after_rounds(self, answer: RoundAnswer) -> None:
+        steady, room = self._steady, self._room
+        assert steady is not None and room is not None, "rounds were asked for"
+        # of the last round, and of the one before it, whose halves the next rounds overwrite
+        now, before = (Features.of(room[(answer.done - back) % 2].clone()) for back in (1, 2))
+        steady.went_on(now, before if answer.done > 1 else None, answer.drafted)
 
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the head do the whole loop for all rows, if it can."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from draftwise.kernels.cpu.book_drafts import BookFeatures
 from draftwise.propose.heads.state import Features, HeadState, Piece
 from draftwise.types import IntArray
@@ -83,6 +85,29 @@ class SteadyHeads:
         return BookFeatures(
             self._came.value, self._counts, self.seen, self._last, self._gaps, self._first_keys
         )
+
+    def rests(self, rids: Sequence[int]) -> bool:
+        """Whether it has exactly these requests, and has read all that came."""
+        return self._came is None and rids == self.rids
+
+    @property
+    def counts(self) -> array[int]:
+        """[R] int32: what native code writes how many tokens of each came to."""
+        if len(self._counts) != len(self.rids):
+            self._counts = array("i", bytes(4 * len(self.rids)))
+        return self._counts
+
+    def features_in(self, values: Tensor) -> BookFeatures:
+        """What is read of features [n, F] that native code puts there, as many as `counts` says then."""
+        return BookFeatures(values, self.counts, self.seen, self._last, self._gaps, self._first_keys)
+
+    def went_on(self, features: Features, before: Features | None, drafted: bool) -> None:
+        """Rounds gave these ``features`` in the last one, of `counts` tokens, and those in the one ``before``;
+        ``drafted``: whether the head has read the last ones, too."""
+        if drafted:
+            self._features, self._came = features, None
+        else:
+            self._features, self._came = before or self._features, features
 
     def drafted(self) -> None:
         """All rows of known tokens are stored now."""

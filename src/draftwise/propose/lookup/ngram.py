@@ -10,8 +10,16 @@ import numpy as np
 from draftwise.errors import ConfigError
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.kernels.cpu.library import native_library, why_not_native
+from draftwise.kernels.cpu.rounds import RoundDrafts, RoundNgrams
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
-from draftwise.propose.columns import ColumnDrafter, ColumnLookUp, DraftBlock, DraftColumns, says_itself
+from draftwise.propose.columns import (
+    ColumnDrafter,
+    ColumnLookUp,
+    DraftBlock,
+    DraftColumns,
+    RoundDrafter,
+    says_itself,
+)
 from draftwise.propose.lookup.ngram_native import NativeNgrams
 from draftwise.types import EMPTY_PROPOSAL, IntArray, Proposal, chain_parents
 
@@ -87,7 +95,7 @@ class _PythonNgrams:
         return out
 
 
-class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp):
+class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
     """Copies what followed the most recent occurrence of the longest suffix of ``prompt_lookup_max`` down to
     ``prompt_lookup_min`` tokens (prompt lookup decoding; Saxena 2023).
 
@@ -166,6 +174,15 @@ class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp):
             asked.append(index)
         tokens, sizes, matches = engine.columns(asked, facts.known, wanted, facts.tokens_at)
         return DraftBlock(tokens, sizes), matches
+
+    def round_drafts(self, columns: DraftColumns, rounds: int) -> tuple[RoundDrafts, None] | None:
+        if not isinstance(self._engine, NativeNgrams) or says_itself(self, NgramProposer.propose):
+            return None
+        if columns.is_tree:
+            return None
+        found = [index.handle for rid in columns.rids if (index := self._indexes.get(rid)) is not None]
+        # an index is made by a request's first look-up
+        return (RoundNgrams(found), None) if len(found) == len(columns.rids) else None
 
     def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
         """The draft of one row, and the length of the match it follows (0: none)."""

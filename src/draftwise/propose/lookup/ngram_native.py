@@ -23,7 +23,7 @@ class NativeIndex:
     def __init__(self, functions: NativeNgrams) -> None:
         self.handle: int = functions.new(functions.longest, functions.shortest)
         release_with(self, functions.free, self.handle)
-        self.done = 0  # n-grams that end before this token are in
+        self.done = 0  # n-grams that end before this token are in; rounds may have taken in more
 
 
 class NativeNgrams:

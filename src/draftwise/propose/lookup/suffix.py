@@ -16,8 +16,16 @@ import numpy as np
 from draftwise.errors import ConfigError
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.kernels.cpu.library import NativeLibrary, native_library, why_not_native
+from draftwise.kernels.cpu.rounds import RoundDrafts
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
-from draftwise.propose.columns import ColumnDrafter, ColumnLookUp, DraftBlock, DraftColumns, says_itself
+from draftwise.propose.columns import (
+    ColumnDrafter,
+    ColumnLookUp,
+    DraftBlock,
+    DraftColumns,
+    RoundDrafter,
+    says_itself,
+)
 from draftwise.propose.lookup.suffix_engines import NativeEngine, PythonEngine, Tree
 from draftwise.propose.lookup.suffix_native import NativeSuffixTree, suffix_functions
 from draftwise.propose.lookup.suffix_python import PythonSuffixTree, SuffixLimits
@@ -43,7 +51,7 @@ class _Request:
     num_prompt: int
 
 
-class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp):
+class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
     """Drafts the likeliest continuation of the text's end, counted in the request's own tokens and in past outputs.
 
     For every length at which the end of the text occurred before, in the request (prompt and output) or in an output
@@ -135,19 +143,32 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp):
         return None if found is None else found[0]
 
     def look_up_columns(self, columns: DraftColumns) -> tuple[DraftBlock, Sequence[int]] | None:
-        engine, requests = self._engine, self._requests
-        if not isinstance(engine, NativeEngine) or self.limits.best_first or columns.is_tree:
-            return None
-        asked = [request for rid in columns.rids if (request := requests.get(rid)) is not None]
-        full = self._global is not None and (
-            self._global.num_tokens + sum(columns.facts.known) > self.max_cached_tokens
-        )
-        if full or len(asked) != len(columns.rids):
+        engine = self._engine
+        asked = self._in_columns(columns, sum(columns.facts.known))
+        if asked is None or not isinstance(engine, NativeEngine):
             return None
         tokens, sizes, matches = engine.columns(
             [r.local for r in asked], self._global, [r.output for r in asked], columns
         )
         return DraftBlock(tokens, sizes), matches
+
+    def round_drafts(self, columns: DraftColumns, rounds: int) -> tuple[RoundDrafts, None] | None:
+        engine = self._engine
+        more = rounds * (sum(columns.budgets) + len(columns.rids))
+        asked = self._in_columns(columns, sum(columns.facts.known) + more)
+        if asked is None or says_itself(self, SuffixProposer.propose) or not isinstance(engine, NativeEngine):
+            return None
+        return engine.rounds([r.local for r in asked], self._global, [r.output for r in asked]), None
+
+    def _in_columns(self, columns: DraftColumns, tokens: int) -> list[_Request] | None:
+        """These requests, if one native call can look up for all of them: they want chains, and as many ``tokens`` as
+        may come have room in the cache."""
+        if not isinstance(self._engine, NativeEngine) or self.limits.best_first or columns.is_tree:
+            return None
+        if self._global is not None and self._global.num_tokens + tokens > self.max_cached_tokens:
+            return None
+        asked = [request for rid in columns.rids if (request := self._requests.get(rid)) is not None]
+        return asked if len(asked) == len(columns.rids) else None
 
     def look_ups(self, rows: Sequence[DraftRow]) -> list[tuple[Proposal, int]]:
         """`look_up` of each row, one after the other; in one call where nothing has to be done between them."""

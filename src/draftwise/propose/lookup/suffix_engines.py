@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.rounds import RoundSuffixes
 from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.base import DraftRow
 from draftwise.propose.columns import DraftColumns
@@ -147,6 +148,12 @@ class NativeEngine:
         )
         tokens = found[2 * count : (2 + width) * count].reshape(count, width)
         return tokens, found[:count].tolist(), found[count : 2 * count].tolist()
+
+    def rounds(self, locals_: Sequence[Tree], global_: Tree | None, outputs: Sequence[int]) -> RoundSuffixes:
+        """`columns` again and again."""
+        assert not isinstance(global_, PythonSuffixTree)
+        trees = [local.handle for local in locals_]  # type: ignore[union-attr]
+        return RoundSuffixes(trees, None if global_ is None else global_.handle, outputs, self._limits)
 
     def draft(
         self, local: Tree, global_: Tree | None, context_np: IntArray, limits: SuffixLimits

@@ -11,6 +11,7 @@ import numpy as np
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.seats.drafter import seat_loops
 from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
+from draftwise.kernels.cpu.rounds import RoundDrafts
 from draftwise.models.base import DecoderModel
 from draftwise.models.inputs import RowInput, build_step_input, pack_spans
 from draftwise.propose.base import DraftRow, ProposerContext
@@ -25,7 +26,7 @@ from draftwise.propose.chains import (
     loop_proposals,
     one_loop,
 )
-from draftwise.propose.columns import ColumnDrafter, DraftColumns, says_itself
+from draftwise.propose.columns import ColumnDrafter, DraftColumns, RoundDrafter, says_itself
 from draftwise.propose.models.loading import load_draft_model
 from draftwise.propose.models.passes import CATCH_UP_ROWS, ModelDraft, ModelPasses
 from draftwise.propose.models.seated import SeatedModel
@@ -43,7 +44,7 @@ from draftwise.sampling.draw import DraftSampleMethod
 from draftwise.types import IntArray, Proposal, StepInput
 
 
-class ModelProposer(ModelPasses, ColumnDrafter):
+class ModelProposer(ModelPasses, ColumnDrafter, RoundDrafter):
     """Runs a draft model autoregressively: one pass per position, or per level of a tree, in one call where nothing but
     draws stands between the passes."""
 
@@ -129,22 +130,39 @@ class ModelProposer(ModelPasses, ColumnDrafter):
         return [draft.proposal(self.name, self._sample_method) for draft in drafts]
 
     def draft_columns(self, columns: DraftColumns) -> InBooks | None:
-        if self._carried is not None or says_itself(self, ModelProposer.propose):
+        begun = time.perf_counter()
+        if not self._ask(columns):
             return None
         assert self._storage is not None and self._books is not None, "allocate comes before propose"
-        tree = None
-        if columns.is_tree:
-            tree = book_tree(columns, self._sample_method)
-            if tree is None:
-                return None
-        begun = time.perf_counter()
-        kind = kind_of_columns(columns, self._sample_method)
-        self._books.ask(columns.places, columns.asked, kind, tree=tree)
         found = self._model.draft_books(self._books, self._storage)
         if found is not None:
             self._drafts, self._looped = {}, {}
             self.forward_time += time.perf_counter() - begun
         return found
+
+    def round_drafts(self, columns: DraftColumns, rounds: int) -> tuple[RoundDrafts, None] | None:
+        if not self._ask(columns):
+            return None
+        assert self._storage is not None and self._books is not None, "allocate comes before propose"
+        found = self._model.round_passes(self._books, self._storage)
+        if found is None:
+            return None
+        self._drafts, self._looped = {}, {}
+        return found, None
+
+    def _ask(self, columns: DraftColumns) -> bool:
+        """Say who wants drafts, if native code can make them."""
+        if self._carried is not None or says_itself(self, ModelProposer.propose):
+            return False
+        assert self._books is not None, "allocate comes before propose"
+        tree = None
+        if columns.is_tree:
+            tree = book_tree(columns, self._sample_method)
+            if tree is None:
+                return False
+        kind = kind_of_columns(columns, self._sample_method)
+        self._books.ask(columns.places, columns.asked, kind, tree=tree)
+        return True
 
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the model do the whole loop for all rows, if it can."""

@@ -291,6 +291,15 @@ int64_t trees(const Passes& passes, const TreeOutput& wanted, BookDrafts& ask) {
 }
 
 }  // namespace
+
+int64_t book_chains(const Program* program, Pool* pool, const PassInput& pass, const ChainOutput& out, BookDrafts& ask) {
+  return chains({pool, program, &pass}, out, ask);
+}
+
+int64_t book_trees(const Program* program, Pool* pool, const PassInput& pass, const TreeOutput& out, BookDrafts& ask) {
+  return trees({pool, program, &pass}, out, ask);
+}
+
 }  // namespace dw
 
 // Chains for requests, as `dw_program_chains` drafts them: their rows are packed here, and what is drafted is written into their books.
@@ -298,13 +307,13 @@ int64_t trees(const Passes& passes, const TreeOutput& wanted, BookDrafts& ask) {
 // that is DRAFTED, the books are as they were.
 DW_EXPORT int64_t dw_book_chains(dw::Program* program, dw::Pool* pool, const dw::PassInput* pass, const dw::ChainOutput* out,
                                  dw::BookDrafts* ask) {
-  return dw::guarded([&] { return dw::chains({pool, program, pass}, *out, *ask); });
+  return dw::guarded([&] { return dw::book_chains(program, pool, *pass, *out, *ask); });
 }
 
 // The same for trees, as `dw_program_trees` drafts them.
 DW_EXPORT int64_t dw_book_trees(dw::Program* program, dw::Pool* pool, const dw::PassInput* pass, const dw::TreeOutput* out,
                                 dw::BookDrafts* ask) {
-  return dw::guarded([&] { return dw::trees({pool, program, pass}, *out, *ask); });
+  return dw::guarded([&] { return dw::book_trees(program, pool, *pass, *out, *ask); });
 }
 
 // The same of block drafters, as `dw_block_chains` and `dw_block_trees` draft: `pass` is one of `store`, `own` and `plan` as there.

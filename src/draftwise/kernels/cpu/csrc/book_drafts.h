@@ -5,6 +5,7 @@
 
 #include "program.h"
 #include "steps.h"
+#include "tree.h"
 
 namespace dw {
 
@@ -39,5 +40,9 @@ struct BookDrafts {
 };
 
 enum BookAnswer : int64_t { DRAFTED = 0, NOT_SO = 1, NO_ROOM = 2 };
+
+// As `dw_book_chains` and `dw_book_trees`.
+int64_t book_chains(const Program*, Pool*, const PassInput&, const ChainOutput&, BookDrafts&);
+int64_t book_trees(const Program*, Pool*, const PassInput&, const TreeOutput&, BookDrafts&);
 
 }  // namespace dw

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "boundary.h"
+#include "join.h"
 #include "linear.h"
 #include "ops.h"
 
@@ -11,24 +12,23 @@ namespace {
 
 constexpr int64_t SHARED_WORK = 4 << 20;  // rows times bytes of weights from which a second thread brings more than it costs
 
-// parts [count]: where rows [rows, width] of each lie; norm [outputs] or null; out [rows, outputs], of the layer's type.
-void join(dw::Pool* pool, const dw::Linear* layer, const void* const* parts, int64_t count, int64_t width, int64_t rows,
-          const float* norm, float eps, void* out) {
-  const dw::DType dtype = dw::linear_input_dtype(layer);
-  dw::require(count > 0 && width > 0 && linear_inputs(layer) == count * width, "parts as wide as the layer");
-  const size_t bytes = (size_t)width * (dtype == dw::F32 ? 4 : 2), outputs = (size_t)linear_outputs(layer);
+}  // namespace
+
+void dw::join_layers(Pool* pool, const Linear* layer, const void* const* parts, int64_t count, int64_t width, int64_t rows,
+                     const float* norm, float eps, void* out) {
+  const DType dtype = linear_input_dtype(layer);
+  require(count > 0 && width > 0 && linear_inputs(layer) == count * width, "parts as wide as the layer");
+  const size_t bytes = (size_t)width * (dtype == F32 ? 4 : 2), outputs = (size_t)linear_outputs(layer);
   std::vector<char> joined((size_t)(rows * count) * bytes);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t i = 0; i < count; i++)
       memcpy(joined.data() + (size_t)(r * count + i) * bytes, (const char*)parts[i] + (size_t)r * bytes, bytes);
-  dw::Pool* own = rows * linear_bytes(layer) < SHARED_WORK ? nullptr : pool;
-  dw::linear_forward(own, layer, joined.data(), count * width, out, (int64_t)outputs, dtype, rows);
-  if (norm != nullptr) dw::rms_norm(own, dtype, out, norm, eps, out, rows, (int64_t)outputs);
+  Pool* own = rows * linear_bytes(layer) < SHARED_WORK ? nullptr : pool;
+  linear_forward(own, layer, joined.data(), count * width, out, (int64_t)outputs, dtype, rows);
+  if (norm != nullptr) rms_norm(own, dtype, out, norm, eps, out, rows, (int64_t)outputs);
 }
-
-}  // namespace
 
 DW_EXPORT void dw_join(dw::Pool* pool, const dw::Linear* layer, const void* const* parts, int64_t count, int64_t width,
                        int64_t rows, const float* norm, float eps, void* out) {
-  dw::guarded([&] { join(pool, layer, parts, count, width, rows, norm, eps, out); });
+  dw::guarded([&] { dw::join_layers(pool, layer, parts, count, width, rows, norm, eps, out); });
 }

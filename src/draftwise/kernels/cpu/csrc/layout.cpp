@@ -10,6 +10,7 @@
 #include "isa.h"
 #include "ops.h"
 #include "program.h"
+#include "rounds.h"
 #include "sample.h"
 #include "steps.h"
 #include "suffix.h"
@@ -53,6 +54,20 @@ const Field fields[] = {
     DW_FIELD(BookDrafts, tree), DW_FIELD(BookDrafts, nodes), DW_FIELD(BookDrafts, top_k), DW_FIELD(BookDrafts, depth),
     DW_FIELD(BookDrafts, noise), DW_FIELD(BookDrafts, scratch), DW_FIELD(BookDrafts, scratch_each),
     DW_FIELD(BookDrafts, together), DW_FIELD(BookDrafts, rows), DW_FIELD(BookDrafts, head_rows),
+    DW_FIELD(Rounds, requests), DW_FIELD(Rounds, books), DW_FIELD(Rounds, block_size), DW_FIELD(Rounds, rounds),
+    DW_FIELD(Rounds, most_ns), DW_FIELD(Rounds, most_nodes), DW_FIELD(Rounds, wanted), DW_FIELD(Rounds, cuts), DW_FIELD(Rounds, outcomes),
+    DW_FIELD(Rounds, program), DW_FIELD(Rounds, pass), DW_FIELD(Rounds, room), DW_FIELD(Rounds, logits),
+    DW_FIELD(Rounds, vocab), DW_FIELD(Rounds, pools), DW_FIELD(Rounds, num_pools), DW_FIELD(Rounds, drafter),
+    DW_FIELD(Rounds, budgets), DW_FIELD(Rounds, method), DW_FIELD(Rounds, indexes), DW_FIELD(Rounds, global),
+    DW_FIELD(Rounds, outputs), DW_FIELD(Rounds, limits), DW_FIELD(Rounds, drafting), DW_FIELD(Rounds, draft_pass),
+    DW_FIELD(Rounds, chains), DW_FIELD(Rounds, trees), DW_FIELD(Rounds, ask), DW_FIELD(Rounds, target_ids),
+    DW_FIELD(Rounds, draft_vocab), DW_FIELD(Rounds, drawn), DW_FIELD(Rounds, told), DW_FIELD(Rounds, sources),
+    DW_FIELD(Rounds, num_sources), DW_FIELD(Rounds, source_bytes), DW_FIELD(Rounds, join), DW_FIELD(Rounds, join_width),
+    DW_FIELD(Rounds, features), DW_FIELD(Rounds, feature_bytes), DW_FIELD(Rounds, feature_room), DW_FIELD(Rounds, counts), DW_FIELD(Rounds, kept),
+    DW_FIELD(Rounds, kept_bytes), DW_FIELD(Rounds, num_kept), DW_FIELD(Rounds, numbers), DW_FIELD(Rounds, tokens),
+    DW_FIELD(Rounds, nodes), DW_FIELD(Rounds, paths), DW_FIELD(Rounds, sizes), DW_FIELD(Rounds, going), DW_FIELD(Rounds, done),
+    DW_FIELD(Rounds, drafted), DW_FIELD(Rounds, feature_rows), DW_FIELD(Rounds, forward_ns), DW_FIELD(Rounds, verify_ns),
+    DW_FIELD(Rounds, draft_ns),
 };
 #undef DW_FIELD
 const Layout layouts[] = {
@@ -61,7 +76,8 @@ const Layout layouts[] = {
     {"ChainKey", sizeof(dw::ChainKey)},           {"ChainOutput", sizeof(dw::ChainOutput)},
     {"ExpertsSetting", sizeof(dw::ExpertsSetting)}, {"PassInput", sizeof(dw::PassInput)},
     {"ProgramOp", sizeof(dw::ProgramOp)},         {"FillBook", sizeof(dw::FillBook)},           {"RequestBook", sizeof(dw::RequestBook)},
-    {"RopeCall", sizeof(dw::RopeCall)},           {"RowBook", sizeof(dw::RowBook)},
+    {"RopeCall", sizeof(dw::RopeCall)},           {"Rounds", sizeof(dw::Rounds)},             {"RowBook", sizeof(dw::RowBook)},
+    {"SlotPool", sizeof(dw::SlotPool)},
     {"SuffixDraft", sizeof(dw::SuffixDraft)},     {"SuffixLimits", sizeof(dw::SuffixLimits)},
     {"TableBook", sizeof(dw::TableBook)},
     {"TreeOutput", sizeof(dw::TreeOutput)},       {"TreeWish", sizeof(dw::TreeWish)},

@@ -6,6 +6,7 @@
 
 #include "boundary.h"
 #include "isa.h"
+#include "look_ups.h"
 
 namespace {
 
@@ -107,24 +108,26 @@ DW_EXPORT int64_t dw_ngram_done(void* index) {
 // For each of R requests: takes in its known tokens but the last one, and copies what followed the longest suffix of all
 // its tokens. `columns` [5, R]: index; address of its tokens, int32; how many are known; how many there are; how many are
 // wanted. `found`: length of the match [R], 0: none; drafts [R, width].
+void dw::ngram_step(int64_t requests, const int64_t* columns, int64_t width, int32_t* found) {
+  const int64_t *at = columns + requests, *known = at + requests, *total = known + requests, *wanted = total + requests;
+  for (int64_t r = 0; r < requests; r++) {
+    Index* index = (Index*)(uintptr_t)columns[r];
+    const int32_t* tokens = (const int32_t*)(uintptr_t)at[r];
+    require(0 < known[r] && known[r] <= total[r] && wanted[r] <= width, "tokens, and room for drafts");
+    require(!index->broken, "an index that is whole");
+    index->broken = true;
+    index->extend(tokens, known[r] - 1);
+    index->broken = false;
+    int32_t* drafts = found + requests + r * width;
+    int64_t end = -1;
+    found[r] = wanted[r] > 0 ? (int32_t)index->find(tokens, total[r], &end) : 0;
+    if (found[r] == 0) continue;
+    // Past the end of the tokens the copy goes on with itself: a suffix that overlaps its own occurrence is a period.
+    const int64_t period = total[r] - end - 1;
+    for (int64_t i = 0; i < wanted[r]; i++) drafts[i] = i < period ? tokens[end + 1 + i] : drafts[i - period];
+  }
+}
+
 DW_EXPORT void dw_ngram_step(int64_t requests, const int64_t* columns, int64_t width, int32_t* found) {
-  dw::guarded([&] {
-    const int64_t *at = columns + requests, *known = at + requests, *total = known + requests, *wanted = total + requests;
-    for (int64_t r = 0; r < requests; r++) {
-      Index* index = (Index*)(uintptr_t)columns[r];
-      const int32_t* tokens = (const int32_t*)(uintptr_t)at[r];
-      dw::require(0 < known[r] && known[r] <= total[r] && wanted[r] <= width, "tokens, and room for drafts");
-      dw::require(!index->broken, "an index that is whole");
-      index->broken = true;
-      index->extend(tokens, known[r] - 1);
-      index->broken = false;
-      int32_t* drafts = found + requests + r * width;
-      int64_t end = -1;
-      found[r] = wanted[r] > 0 ? (int32_t)index->find(tokens, total[r], &end) : 0;
-      if (found[r] == 0) continue;
-      // Past the end of the tokens the copy goes on with itself: a suffix that overlaps its own occurrence is a period.
-      const int64_t period = total[r] - end - 1;
-      for (int64_t i = 0; i < wanted[r]; i++) drafts[i] = i < period ? tokens[end + 1 + i] : drafts[i - period];
-    }
-  });
+  dw::guarded([&] { dw::ngram_step(requests, columns, width, found); });
 }

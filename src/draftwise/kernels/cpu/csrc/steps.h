@@ -54,6 +54,36 @@ struct PlacedDrafts {
   int64_t method;         // number of the method's name
 };
 
+// Memory for the rows of a step and for what verification is told; see `dw_step_rows`.
+struct StepRows {
+  int64_t* rows;
+  int32_t *starts, *contexts, *tables;
+  uint8_t* is_tree;
+  uint64_t* ancestors;
+  int32_t *first_rows, *with_logits;
+  VerifyDraw* draws;
+  int32_t *numbers, *given;
+  uint64_t* q_at;
+  int32_t* methods;
+};
+
+// A storage of keys, [layers, slots, ...]: slots and layers are so many bytes apart.
+struct SlotPool {
+  uint8_t* at;
+  int64_t layers, layer_bytes, slots, slot_bytes;
+};
+
+// As the functions of the same names that Python calls.
+bool step_size(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* asked, int32_t* own, int32_t* parts,
+               int64_t* facts);
+void step_rows(int64_t requests, RowBook* const* books, int64_t block_size, const int32_t* fresh, const int32_t* own,
+               const int32_t* parts, const int64_t* facts, const StepRows&);
+int64_t step_taken(int64_t requests, int64_t decided, RowBook* const* books, const int32_t* at_of, int64_t block_size,
+                   const int32_t* own, const int32_t* methods, int64_t nodes, const int32_t* given, const int32_t* found,
+                   int32_t* columns, int32_t* goes_on, int32_t* tokens, int64_t* moves, const int32_t* fresh, const int32_t* starts,
+                   int64_t* read, int64_t room, int32_t* counts, int64_t* facts);
+void move_slots(const SlotPool&, int64_t moves, const int64_t* from, const int64_t* to);
+
 // Writes them into the books. Answers -1, or the first request about which something cannot be: nothing was written.
 int64_t place_drafts(int64_t requests, RowBook* const* books, int64_t block_size, const PlacedDrafts&);
 

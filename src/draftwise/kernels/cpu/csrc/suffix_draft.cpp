@@ -5,6 +5,7 @@
 
 #include "boundary.h"
 #include "isa.h"
+#include "look_ups.h"
 #include "suffix.h"
 
 namespace dw {
@@ -303,24 +304,27 @@ DW_EXPORT int32_t dw_suffix_step(void* local, void* global, int64_t global_seq, 
 // `dw_suffix_step` for R requests, one after the other. `columns` [8, R]: local tree; sequence in `global`; address of the
 // tokens; how many; of the prompt; budget; greatest depth; shape, without trees of their own. `limits`: the rest. `found`:
 // nodes of each draft [R]; length of its match [R]; tokens [R, width]; parents [R, width].
+void dw::suffix_steps(int64_t requests, void* global, const SuffixLimits* limits, const int64_t* columns, int64_t width,
+                      int32_t* found) {
+  SuffixLimits own = *limits;
+  SuffixDraft out;
+  for (int64_t r = 0; r < requests; r++) {
+    const auto column = [&](int64_t i) { return columns[i * requests + r]; };
+    own.budget = (int32_t)std::min(column(5), width);
+    own.max_depth = (int32_t)column(6);
+    own.shape = (int32_t)column(7);
+    require(own.shape == 0 || own.shape == 1, "a shape without a tree");
+    const int32_t size = step((void*)(uintptr_t)column(0), global, column(1), (const int32_t*)(uintptr_t)column(2),
+                              column(3), column(4), own, &out);
+    found[r] = size;
+    found[requests + r] = size ? out.match_len : 0;
+    int32_t* tokens = found + 2 * requests + r * width;
+    std::copy(out.tokens, out.tokens + size, tokens);
+    std::copy(out.parents, out.parents + size, tokens + requests * width);
+  }
+}
+
 DW_EXPORT void dw_suffix_steps(int64_t requests, void* global, const dw::SuffixLimits* limits, const int64_t* columns,
                                int64_t width, int32_t* found) {
-  guarded([&] {
-    dw::SuffixLimits own = *limits;
-    dw::SuffixDraft out;
-    for (int64_t r = 0; r < requests; r++) {
-      const auto column = [&](int64_t i) { return columns[i * requests + r]; };
-      own.budget = (int32_t)std::min(column(5), width);
-      own.max_depth = (int32_t)column(6);
-      own.shape = (int32_t)column(7);
-      dw::require(own.shape == 0 || own.shape == 1, "a shape without a tree");
-      const int32_t size = step((void*)(uintptr_t)column(0), global, column(1), (const int32_t*)(uintptr_t)column(2),
-                                column(3), column(4), own, &out);
-      found[r] = size;
-      found[requests + r] = size ? out.match_len : 0;
-      int32_t* tokens = found + 2 * requests + r * width;
-      std::copy(out.tokens, out.tokens + size, tokens);
-      std::copy(out.parents, out.parents + size, tokens + requests * width);
-    }
-  });
+  guarded([&] { dw::suffix_steps(requests, global, limits, columns, width, found); });
 }

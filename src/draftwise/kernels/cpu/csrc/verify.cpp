@@ -332,24 +332,27 @@ void verify(Pool* pool, const VerifyBatch* batch) {
 // The requests in columns: `draws` [requests]; `columns` [5, requests]: committed tokens, first row, nodes, rule, draw;
 // `q_at` [requests]: addresses of q, or null if nobody has one. `nodes`: of all requests together; `given` [3, nodes]:
 // tokens, parents, rows of q; `found`: kept [requests], last [requests], paths [nodes].
+void dw::verify_columns(Pool* pool, const float* logits, int64_t vocab, int64_t requests, const VerifyDraw* draws,
+                        const int32_t* columns, const uint64_t* q_at, int64_t nodes, const int32_t* given, int32_t* found) {
+  std::vector<VerifyRequest> wishes((size_t)requests);
+  const int32_t *base = columns, *first_row = base + requests, *own = first_row + requests, *rule = own + requests,
+                *draw = rule + requests;
+  int64_t sum = 0;
+  for (int64_t r = 0; r < requests; r++) {
+    const VerifyDraw& d = draws[r];
+    wishes[(size_t)r] = {d.seed,  d.top_p,      d.scale, d.log_min_p, d.top_k, d.sample_index,
+                         base[r], first_row[r], own[r],  rule[r],     draw[r], 0,
+                         q_at ? (const float*)(uintptr_t)q_at[r] : nullptr};
+    sum += own[r];
+  }
+  require(sum == nodes, "as many nodes as the requests have");
+  const VerifyBatch batch{logits,        vocab,         requests, wishes.data(),    given,
+                          given + nodes, given + 2 * nodes, found, found + requests, found + 2 * requests};
+  verify(pool, &batch);
+}
+
 DW_EXPORT void dw_verify(dw::Pool* pool, const float* logits, int64_t vocab, int64_t requests, const dw::VerifyDraw* draws,
                          const int32_t* columns, const uint64_t* q_at, int64_t nodes, const int32_t* given,
                          int32_t* found) {
-  dw::guarded([&] {
-    std::vector<dw::VerifyRequest> wishes((size_t)requests);
-    const int32_t *base = columns, *first_row = base + requests, *own = first_row + requests, *rule = own + requests,
-                  *draw = rule + requests;
-    int64_t sum = 0;
-    for (int64_t r = 0; r < requests; r++) {
-      const dw::VerifyDraw& d = draws[r];
-      wishes[(size_t)r] = {d.seed,       d.top_p, d.scale, d.log_min_p, d.top_k, d.sample_index,
-                           base[r],      first_row[r], own[r], rule[r],  draw[r], 0,
-                           q_at ? (const float*)(uintptr_t)q_at[r] : nullptr};
-      sum += own[r];
-    }
-    dw::require(sum == nodes, "as many nodes as the requests have");
-    const dw::VerifyBatch batch{logits,        vocab,         requests, wishes.data(),    given,
-                                given + nodes, given + 2 * nodes, found, found + requests, found + 2 * requests};
-    dw::verify(pool, &batch);
-  });
+  dw::guarded([&] { dw::verify_columns(pool, logits, vocab, requests, draws, columns, q_at, nodes, given, found); });
 }

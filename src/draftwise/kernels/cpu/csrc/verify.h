@@ -57,4 +57,8 @@ struct VerifyBatch {
 
 void verify(Pool*, const VerifyBatch*);
 
+// As `dw_verify`.
+void verify_columns(Pool*, const float* logits, int64_t vocab, int64_t requests, const VerifyDraw* draws, const int32_t* columns,
+                    const uint64_t* q_at, int64_t nodes, const int32_t* given, int32_t* found);
+
 }  // namespace dw

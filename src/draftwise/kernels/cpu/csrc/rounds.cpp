@@ -1,0 +1,246 @@
+#include "rounds.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <vector>
+
+#include "boundary.h"
+#include "isa.h"
+#include "join.h"
+
+namespace dw {
+namespace {
+
+enum Column { DRAFTED_COLUMN = 0, ACCEPTED_COLUMN = 1, WAITING_COLUMN = 4, COLUMNS = 8 };
+
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Memory of a round, kept from call to call.
+struct Memory {
+  std::vector<int32_t> asked, own, parts, starts, contexts, tables, first_rows, numbers, given, methods, found;
+  std::vector<uint8_t> is_tree, outcomes;
+  std::vector<uint64_t> ancestors, q_at;
+  std::vector<VerifyDraw> draws;
+  std::vector<int64_t> rows, moves, read, columns;
+  std::vector<int32_t> drafts, sizes, filled;
+  std::vector<void*> externals;
+  std::vector<const void*> joined;
+  std::vector<char> picked;
+  int64_t facts[8], committed[3];
+};
+
+// Nodes that each request wants to have verified in round `round`. As `Drafter.cut` and `roster.record` of adapt/.
+void want(const Rounds& ask, int64_t round, Memory& m) {
+  int32_t* wanted = m.asked.data() + ask.requests;
+  if (round == 0) {
+    std::copy(ask.wanted, ask.wanted + ask.requests, wanted);
+    if (ask.cuts != nullptr) m.outcomes.assign(ask.outcomes, ask.outcomes + ask.requests);
+    return;
+  }
+  const int32_t *drafted = ask.numbers + ((round - 1) * COLUMNS + DRAFTED_COLUMN) * ask.requests,
+                *accepted = ask.numbers + ((round - 1) * COLUMNS + ACCEPTED_COLUMN) * ask.requests;
+  for (int64_t r = 0; r < ask.requests; r++) {
+    const int64_t waiting = ask.books[r]->waiting;
+    require(0 <= waiting && waiting <= MOST_DRAFTS, "nodes that wait");
+    wanted[r] = (int32_t)waiting;
+    if (ask.cuts == nullptr) continue;
+    uint8_t& outcome = m.outcomes[(size_t)r];
+    if (drafted[r]) outcome = accepted[r] == 0 ? NOTHING : accepted[r] < drafted[r] ? SOME : ALL;
+    require(outcome < OUTCOMES, "an outcome");
+    wanted[r] = std::min<int32_t>(wanted[r], ask.cuts[(r * OUTCOMES + outcome) * (MOST_DRAFTS + 1) + waiting]);
+    if (waiting && !wanted[r]) outcome = UNKNOWN;
+  }
+}
+
+// The rows of a round, and what verification has to know; false: it cannot be put together here.
+bool lay_out(const Rounds& ask, int64_t round, Memory& m) {
+  const size_t count = (size_t)ask.requests;
+  m.asked.assign(2 * count, 1);
+  m.own.resize(count), m.parts.resize(count);
+  want(ask, round, m);
+  if (!step_size(ask.requests, ask.books, ask.block_size, m.asked.data(), m.own.data(), m.parts.data(), m.facts)) return false;
+  const int64_t total = m.facts[0], width = m.facts[1], nodes = m.facts[5];
+  if (m.facts[4] != ask.requests || nodes > ask.most_nodes || total > ask.room) return false;
+  if (ask.features != nullptr && total > ask.feature_room) return false;
+  m.rows.resize(3 * (size_t)total);
+  m.starts.resize(count + 1), m.contexts.resize(count), m.first_rows.resize(count), m.is_tree.resize(count);
+  m.tables.resize(count * (size_t)width);
+  if (m.facts[2]) m.ancestors.resize((size_t)total);
+  m.draws.resize(count), m.numbers.resize(5 * count), m.given.resize(3 * (size_t)nodes), m.q_at.resize(count), m.methods.resize(count);
+  const StepRows to{m.rows.data(),  m.starts.data(), m.contexts.data(), m.tables.data(), m.is_tree.data(),
+                    m.facts[2] ? m.ancestors.data() : nullptr, m.first_rows.data(), nullptr, m.draws.data(),
+                    m.numbers.data(), m.given.data(), m.q_at.data(), m.methods.data()};
+  step_rows(ask.requests, ask.books, ask.block_size, m.asked.data(), m.own.data(), m.parts.data(), m.facts, to);
+  return true;
+}
+
+void forward(const Rounds& ask, Pool* pool, Memory& m) {
+  const int64_t total = m.facts[0];
+  m.externals.assign(ask.pass->externals, ask.pass->externals + num_externals(ask.program));
+  for (size_t i = 0; i < 3; i++) m.externals[i] = m.rows.data() + i * (size_t)total;
+  PassInput pass = *ask.pass;
+  pass.externals = m.externals.data();
+  pass.rows = pass.head_rows = total;
+  pass.head_index = nullptr;
+  pass.batch = BatchView{m.starts.data(), m.contexts.data(), m.is_tree.data(), m.tables.data(),
+                         m.facts[2] ? m.ancestors.data() : nullptr, nullptr, nullptr, m.facts[1], (int32_t)ask.requests,
+                         (int32_t)ask.block_size};
+  run_pass(ask.program, pool, &pass);
+}
+
+// Decides, and writes the answers of the round down. Whether no request has ended.
+bool decide(Rounds& ask, Pool* pool, int64_t round, Memory& m) {
+  const size_t count = (size_t)ask.requests, nodes = (size_t)m.facts[5];
+  m.found.resize(2 * count + nodes), m.moves.resize(2 * nodes);
+  verify_columns(pool, ask.logits, ask.vocab, ask.requests, m.draws.data(), m.numbers.data(), m.facts[3] ? m.q_at.data() : nullptr,
+                 (int64_t)nodes, m.given.data(), m.found.data());
+  int64_t* read = nullptr;
+  const int64_t room = ask.requests + (int64_t)nodes;
+  if (ask.features != nullptr) m.read.resize(3 * (size_t)room), read = m.read.data();
+  int32_t* numbers = ask.numbers + round * COLUMNS * ask.requests;
+  const int64_t moved = step_taken(ask.requests, ask.requests, ask.books, nullptr, ask.block_size, m.own.data(), m.methods.data(),
+                                   (int64_t)nodes, m.given.data(), m.found.data(), numbers, ask.going,
+                                   ask.tokens + round * (ask.requests + ask.most_nodes), m.moves.data(), m.asked.data(),
+                                   m.starts.data(), read, room, ask.counts, m.committed);
+  for (int64_t i = 0; i < ask.num_pools && moved; i++) move_slots(ask.pools[i], moved, m.moves.data(), m.moves.data() + nodes);
+  std::copy(m.given.begin(), m.given.end(), ask.nodes + round * 3 * ask.most_nodes);
+  std::copy(m.found.begin() + 2 * (ptrdiff_t)count, m.found.end(), ask.paths + round * ask.most_nodes);
+  const int32_t* sizes = numbers + 5 * ask.requests;
+  int32_t tokens = 0;
+  for (size_t r = 0; r < count; r++) tokens += sizes[r];
+  ask.sizes[2 * round] = (int32_t)nodes, ask.sizes[2 * round + 1] = tokens;
+  return std::find(ask.going, ask.going + count, 0) == ask.going + count;
+}
+
+// The half of `features` that a round writes.
+char* features_of(const Rounds& ask, int64_t round) { return ask.features + (round % 2) * ask.feature_room * ask.feature_bytes; }
+
+// The features of the rows that became final.
+void read_features(Rounds& ask, Pool* pool, Memory& m) {
+  const int64_t rows = ask.feature_rows = m.committed[0], room = (int64_t)m.read.size() / 3;
+  const size_t bytes = (size_t)ask.source_bytes;
+  char* features = features_of(ask, ask.done);
+  if (ask.join == nullptr) {
+    for (int64_t i = 0; i < rows; i++)
+      memcpy(features + i * ask.feature_bytes, (const char*)ask.sources[0] + m.read[(size_t)i] * ask.source_bytes, bytes);
+  } else {
+    m.picked.resize((size_t)(rows * ask.num_sources) * bytes);
+    m.joined.clear();
+    char* to = m.picked.data();
+    for (int64_t k = 0; k < ask.num_sources; k++) {
+      m.joined.push_back(to);
+      for (int64_t i = 0; i < rows; i++, to += bytes)
+        memcpy(to, (const char*)ask.sources[k] + m.read[(size_t)i] * ask.source_bytes, bytes);
+    }
+    join_layers(pool, ask.join, m.joined.data(), ask.num_sources, ask.join_width, rows, nullptr, 0.0f, features);
+  }
+  for (int64_t i = 0; i < m.committed[2]; i++) {
+    const int64_t block = m.read[(size_t)(2 * room + i)];
+    require(0 <= block && block < ask.num_kept && ask.feature_bytes <= ask.kept_bytes, "blocks that keep features");
+    memcpy(ask.kept + block * ask.kept_bytes, features + m.read[(size_t)(room + i)] * ask.feature_bytes, (size_t)ask.feature_bytes);
+  }
+}
+
+bool look_up(const Rounds& ask, Memory& m) {
+  const size_t count = (size_t)ask.requests;
+  int64_t width = 0;
+  for (size_t r = 0; r < count; r++) width = std::max<int64_t>(width, std::min<int64_t>(ask.budgets[r], MOST_DRAFTS));
+  const bool suffixes = ask.drafter == SUFFIXES;
+  m.columns.resize(count * (suffixes ? 8 : 5));
+  for (size_t r = 0; r < count; r++) {
+    const RowBook& book = *ask.books[r];
+    const int64_t at = (int64_t)(uintptr_t)book.tokens, known = book.num_tokens, deepest = book.max_total - known - 1;
+    const int64_t budget = std::min<int64_t>(ask.budgets[r], MOST_DRAFTS);
+    if (suffixes) {
+      const int64_t own[] = {ask.indexes[r], ask.outputs[r], at, known, book.num_prompt, budget, deepest, 0};
+      for (size_t i = 0; i < 8; i++) m.columns[i * count + r] = own[i];
+    } else {
+      const int64_t own[] = {ask.indexes[r], at, known, known, std::min(budget, deepest)};
+      for (size_t i = 0; i < 5; i++) m.columns[i * count + r] = own[i];
+    }
+  }
+  m.drafts.assign(count * (2 + 2 * (size_t)width), 0);
+  m.sizes.resize(count), m.filled.assign(count, -1);
+  const int32_t* tokens = m.drafts.data() + (suffixes ? 2 : 1) * count;
+  if (suffixes) {
+    suffix_steps(ask.requests, ask.global, ask.limits, m.columns.data(), width, m.drafts.data());
+    std::copy(m.drafts.begin(), m.drafts.begin() + (ptrdiff_t)count, m.sizes.begin());
+  } else {
+    ngram_step(ask.requests, m.columns.data(), width, m.drafts.data());
+    for (size_t r = 0; r < count; r++) m.sizes[r] = m.drafts[r] ? (int32_t)m.columns[4 * count + r] : 0;
+  }
+  const PlacedDrafts drafts{width, tokens, nullptr, m.sizes.data(), ask.budgets, m.filled.data(), false, ask.vocab, nullptr, ask.method};
+  return place_drafts(ask.requests, ask.books, ask.block_size, drafts) < 0;
+}
+
+bool run_drafter(Rounds& ask, Pool* pool, Memory& m) {
+  BookDrafts& books = *ask.ask;
+  PassInput pass = *ask.draft_pass;
+  m.externals.assign(pass.externals, pass.externals + num_externals(ask.drafting));
+  pass.externals = m.externals.data();
+  if (ask.features != nullptr) {
+    const int32_t read = ask.drafter == TREES ? ask.trees->feature_in : ask.chains->feature_in;
+    require(0 <= read && (size_t)read < m.externals.size(), "a drafter that reads features");
+    m.externals[(size_t)read] = features_of(ask, ask.done);
+    books.feature_rows = ask.feature_rows;
+  }
+  if (ask.drafter == TREES) return book_trees(ask.drafting, pool, pass, *ask.trees, books) == DRAFTED;
+  if (book_chains(ask.drafting, pool, pass, *ask.chains, books) != DRAFTED) return false;
+  if (ask.target_ids == nullptr || ask.told == nullptr) return true;
+  for (int64_t row = 0; row < books.requests * books.most; row++)
+    for (int64_t i = 0; i < ask.draft_vocab; i++)
+      ask.told[row * ask.vocab + ask.target_ids[i]] = ask.drawn[row * ask.draft_vocab + i];
+  return true;
+}
+
+// Whether drafts wait now; if not, Python asks for them, and learns why.
+bool draft(Rounds& ask, Pool* pool, Memory& m) {
+  if (ask.drafter == NO_DRAFTS) return true;
+  if (ask.drafter == ELSEWHERE) return false;
+  for (int64_t r = 0; r < ask.requests; r++) {
+    const RowBook& book = *ask.books[r];
+    if (book.drafting_failed || book.max_total - book.num_tokens < 2) return false;
+  }
+  try {
+    return ask.drafter == NGRAMS || ask.drafter == SUFFIXES ? look_up(ask, m) : run_drafter(ask, pool, m);
+  } catch (...) {
+    return false;
+  }
+}
+
+void run(Rounds& ask, Pool* pool) {
+  static thread_local Memory m;
+  const int64_t begun = now();
+  ask.done = 0, ask.drafted = 0, ask.feature_rows = 0;
+  ask.forward_ns = ask.verify_ns = ask.draft_ns = 0;
+  if (ask.features != nullptr)  // a drafter that was not told of some tokens goes on behind a gap, which Python makes
+    for (int64_t r = 0; r < ask.requests; r++)
+      if (ask.ask->seen[r] != ask.books[r]->num_computed) return;
+  for (int64_t start = begun; ask.done < ask.rounds;) {
+    if (!lay_out(ask, ask.done, m)) return;
+    const int64_t laid = now();
+    forward(ask, pool, m);
+    const int64_t passed = now();
+    const bool all = decide(ask, pool, ask.done, m);
+    const int64_t decided = now();
+    if (ask.features != nullptr) read_features(ask, pool, m);
+    int32_t* numbers = ask.numbers + ask.done * COLUMNS * ask.requests;
+    ask.drafted = all && draft(ask, pool, m);
+    for (int64_t r = 0; r < ask.requests; r++) numbers[WAITING_COLUMN * ask.requests + r] = (int32_t)ask.books[r]->waiting;
+    ask.done++;
+    const int64_t end = now();
+    ask.forward_ns += passed - laid, ask.verify_ns += decided - passed, ask.draft_ns += end - decided;
+    if (!ask.drafted || end - begun + (end - start) > ask.most_ns) return;
+    start = end;
+  }
+}
+
+}  // namespace
+}  // namespace dw
+
+DW_EXPORT void dw_rounds(dw::Pool* pool, dw::Rounds* ask) {
+  dw::guarded([&] { dw::run(*ask, pool); });
+}

@@ -1,0 +1,79 @@
+// Several rounds of decoding in one call: the target's pass, verification, drafts, and again. What Python does between them in a step
+// of its own would find nothing of it in the caches. runner/local.py is the reference: it does the same, a call for each part.
+#pragma once
+#include <cstdint>
+
+#include "book_drafts.h"
+#include "linear.h"
+#include "look_ups.h"
+
+namespace dw {
+
+// What came of a request's newest proposal that was verified: nothing, something or all of it was accepted; or the one behind it was not
+// verified at all, or there was none.
+enum Outcome : uint8_t { NOTHING = 0, SOME = 1, ALL = 2, UNKNOWN = 3, OUTCOMES = 4 };
+
+// Who drafts. ELSEWHERE: Python, behind the first round.
+enum RoundDrafter : int64_t { NO_DRAFTS = 0, NGRAMS = 1, SUFFIXES = 2, CHAINS = 3, TREES = 4, ELSEWHERE = 5 };
+
+// R requests that all decode and are all decided in columns. Mirrored by rounds.py.
+struct Rounds {
+  int64_t requests;
+  RowBook* const* books;     // [requests]
+  int64_t block_size;
+  int64_t rounds;            // at most
+  int64_t most_ns;           // another round begins only if it would end before that, if it takes as long as the one before
+  int64_t most_nodes;        // to verify in one round
+  const int32_t* wanted;     // [requests] nodes to verify in the first round, at most
+  const uint8_t* cuts;       // [requests, OUTCOMES, MOST_DRAFTS + 1] how many of so many nodes that wait are verified in later rounds, by
+                             // what came of the proposal before; null: all
+  const uint8_t* outcomes;   // [requests] what came of that before the first round
+  // The target.
+  const Program* program;
+  const PassInput* pass;     // arena, results; rows are filled in here
+  int64_t room;              // rows that arena and results have room for
+  const float* logits;       // the results: [room, vocab]
+  int64_t vocab;
+  const SlotPool* pools;     // [num_pools] storages of keys, where accepted nodes of trees move together
+  int64_t num_pools;
+  // Drafts.
+  int64_t drafter;           // a RoundDrafter
+  const int32_t* budgets;    // [requests] drafts of each, at most
+  int64_t method;            // number of the drafter's name
+  const int64_t* indexes;    // [requests] of look-ups: what they look up in
+  void* global;              // SUFFIXES: the tree of all outputs, or null
+  const int64_t* outputs;    // [requests] SUFFIXES: which sequence of it is the request's
+  const SuffixLimits* limits;
+  const Program* drafting;   // CHAINS, TREES
+  const PassInput* draft_pass;
+  const ChainOutput* chains;
+  const TreeOutput* trees;
+  BookDrafts* ask;
+  const int64_t* target_ids;  // tokens of the drafter's vocabulary, or null: these are the target's
+  int64_t draft_vocab;
+  const float* drawn;        // [requests * drafts, draft_vocab] what it draws from, and
+  float* told;               // the same over the target's vocabulary, to which the books point; 0 where it has no token
+  // What the drafter reads of the target, or null.
+  const void* const* sources;  // [num_sources] results of the target's pass, [room, source_bytes]
+  int64_t num_sources, source_bytes;
+  const Linear* join;        // makes one row of all sources; null: there is one source, whose rows they are
+  int64_t join_width;        // of a source, in elements
+  char* features;            // [2, feature_room, feature_bytes] of the rows whose tokens became final: rounds take turns with the halves
+  int64_t feature_bytes, feature_room;
+  int32_t* counts;           // [requests] how many of each; also `ask->counts`
+  char* kept;                // [blocks, kept_bytes] begins with the feature of a block's last token
+  int64_t kept_bytes, num_kept;
+  // Answers, of each round one behind the other.
+  int32_t* numbers;          // [rounds, 8, requests] as `dw_take_in` reads them
+  int32_t* tokens;           // [rounds, requests + most_nodes]
+  int32_t* nodes;            // [rounds, 3 * most_nodes]: tokens, parents and rows of q of as many nodes as there were
+  int32_t* paths;            // [rounds, most_nodes]
+  int32_t* sizes;            // [rounds, 2] nodes, and tokens
+  int32_t* going;            // [requests] of the last one: whether the request has not ended
+  int64_t done;              // rounds
+  int64_t drafted;           // whether the drafts behind the last one were made; else nothing was asked for them
+  int64_t feature_rows;      // of the last one
+  int64_t forward_ns, verify_ns, draft_ns;
+};
+
+}  // namespace dw

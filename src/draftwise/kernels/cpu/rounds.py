@@ -1,0 +1,236 @@
+"""Several rounds of decoding in one native call (``csrc/rounds.h``): what it is told, and what it answers."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draftwise.kernels.cpu.book_drafts import BookDrafts, BookRecord
+from draftwise.kernels.cpu.chains import ChainOutput
+from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.linear import NativeLinear
+from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kernels.cpu.program import PassInput
+from draftwise.kernels.cpu.records import check_record
+from draftwise.kernels.cpu.trees import TreeOutput
+
+_PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
+
+_NGRAMS, _SUFFIXES, _CHAINS, _TREES, _ELSEWHERE = range(1, 6)
+"""``dw::RoundDrafter``."""
+
+
+class SlotPool(ctypes.Structure):
+    """``dw::SlotPool``."""
+
+    _fields_ = (("at", _PTR), ("layers", _I64), ("layer_bytes", _I64), ("slots", _I64), ("slot_bytes", _I64))
+
+
+class RoundsRecord(ctypes.Structure):
+    """``dw::Rounds``."""
+
+    _fields_ = (
+        ("requests", _I64),
+        ("books", _PTR),
+        ("block_size", _I64),
+        ("rounds", _I64),
+        ("most_ns", _I64),
+        ("most_nodes", _I64),
+        ("wanted", _PTR),
+        ("cuts", _PTR),
+        ("outcomes", _PTR),
+        ("program", _PTR),
+        ("passes", ctypes.POINTER(PassInput)),
+        ("room", _I64),
+        ("logits", _PTR),
+        ("vocab", _I64),
+        ("pools", _PTR),
+        ("num_pools", _I64),
+        ("drafter", _I64),
+        ("budgets", _PTR),
+        ("method", _I64),
+        ("indexes", _PTR),
+        ("global_", _PTR),
+        ("outputs", _PTR),
+        ("limits", _PTR),
+        ("drafting", _PTR),
+        ("draft_pass", ctypes.POINTER(PassInput)),
+        ("chains", ctypes.POINTER(ChainOutput)),
+        ("trees", ctypes.POINTER(TreeOutput)),
+        ("ask", ctypes.POINTER(BookRecord)),
+        ("target_ids", _PTR),
+        ("draft_vocab", _I64),
+        ("drawn", _PTR),
+        ("told", _PTR),
+        ("sources", _PTR),
+        ("num_sources", _I64),
+        ("source_bytes", _I64),
+        ("join", _PTR),
+        ("join_width", _I64),
+        ("features", _PTR),
+        ("feature_bytes", _I64),
+        ("feature_room", _I64),
+        ("counts", _PTR),
+        ("kept", _PTR),
+        ("kept_bytes", _I64),
+        ("num_kept", _I64),
+        ("numbers", _PTR),
+        ("tokens", _PTR),
+        ("nodes", _PTR),
+        ("paths", _PTR),
+        ("sizes", _PTR),
+        ("going", _PTR),
+        ("done", _I64),
+        ("drafted", _I64),
+        ("feature_rows", _I64),
+        ("forward_ns", _I64),
+        ("verify_ns", _I64),
+        ("draft_ns", _I64),
+    )
+
+
+_NAMES_IN_C = {"passes": "pass", "global_": "global"}
+
+
+class RoundsCall:
+    """The call."""
+
+    def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
+        """Raises ConfigError if the library lays the record out in another way."""
+        check_record(library, "Rounds", RoundsRecord, _NAMES_IN_C)
+        self._run = library.function("dw_rounds", None, [_PTR, ctypes.POINTER(RoundsRecord)])
+        self._pool = pool
+
+    def run(self, record: RoundsRecord) -> None:
+        """Compute the rounds; the record has the answers."""
+        self._run(self._pool.pointer, record)
+
+
+class RoundDrafts(ABC):
+    """How native code drafts for some requests behind each round."""
+
+    @abstractmethod
+    def tell(self, record: RoundsRecord) -> None:
+        """Write down how. What it points to is kept by this object."""
+
+
+class RoundElsewhere(RoundDrafts):
+    """Python drafts: there is one round."""
+
+    def tell(self, record: RoundsRecord) -> None:
+        record.drafter = _ELSEWHERE
+
+
+class RoundNgrams(RoundDrafts):
+    """Look-ups of n-grams, each request in an index of its own."""
+
+    def __init__(self, indexes: Sequence[int]) -> None:
+        """``indexes`` [R]: handles."""
+        self._indexes = array("q", indexes)
+
+    def tell(self, record: RoundsRecord) -> None:
+        record.drafter, record.indexes = _NGRAMS, self._indexes.buffer_info()[0]
+
+
+class RoundSuffixes(RoundDrafts):
+    """Look-ups in suffix trees: the request's own, and that of all outputs."""
+
+    def __init__(
+        self, trees: Sequence[int], global_: int | None, outputs: Sequence[int], limits: ctypes.Structure
+    ) -> None:
+        """``trees`` [R]: handles; ``outputs`` [R]: the sequence of each in ``global_``, -1: none; ``limits``:
+        ``dw::SuffixLimits``."""
+        self._trees, self._outputs = array("q", trees), array("q", outputs)
+        self._global, self._limits = global_, limits
+
+    def tell(self, record: RoundsRecord) -> None:
+        record.drafter, record.indexes = _SUFFIXES, self._trees.buffer_info()[0]
+        record.global_, record.outputs = self._global, self._outputs.buffer_info()[0]
+        record.limits = ctypes.addressof(self._limits)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPasses(RoundDrafts):
+    """Passes of a draft model or of a head, see `BookPasses.for_rounds`.
+
+    ``drawn`` [n, Vd] and ``told`` [n, V] float32: what drafts are drawn from, and the same over the target's
+    vocabulary; None: they are point masses. ``target_ids`` int64 [Vd]: see `HeadModel.target_ids`. ``kept``: what the
+    others point to.
+    """
+
+    program: int
+    draft_pass: PassInput
+    out: ChainOutput | TreeOutput
+    asked: BookDrafts
+    drawn: Tensor | None
+    told: Tensor | None
+    target_ids: Tensor | None
+    kept: object
+
+    def tell(self, record: RoundsRecord) -> None:
+        record.drafting, record.draft_pass = self.program, ctypes.pointer(self.draft_pass)
+        record.ask = ctypes.pointer(self.asked.record)
+        if isinstance(self.out, TreeOutput):
+            record.drafter, record.trees = _TREES, ctypes.pointer(self.out)
+            return
+        record.drafter, record.chains = _CHAINS, ctypes.pointer(self.out)
+        if self.drawn is None or self.told is None:
+            return
+        record.drawn, record.told = self.drawn.data_ptr(), self.told.data_ptr()
+        record.draft_vocab = self.drawn.shape[1]
+        record.target_ids = None if self.target_ids is None else self.target_ids.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureJoin:
+    """How a head's features are made of the target's results: hidden states entering ``layers``, side by side, through
+    ``weight``. ``layers`` None: they are the rows after the target's last norm."""
+
+    layers: tuple[int, ...] | None = None
+    weight: NativeLinear | None = None
+
+
+@dataclass(slots=True)
+class RoundFeatures:
+    """Where the features of a head come from and go to.
+
+    ``values`` [2, n, F]: of the rows that became final, halves in turns; ``counts`` [R] int32: how many of each
+    request; ``blocks`` [blocks, depths, F]: where those of blocks' last tokens are kept.
+    """
+
+    join: FeatureJoin
+    values: Tensor
+    counts: array[int]
+    blocks: Tensor
+    _sources: object = field(default=None, init=False)
+
+    def tell(self, record: RoundsRecord, sources: Sequence[Tensor]) -> None:
+        """Write it down. ``sources`` [n, H] each: results of the target's pass, in the order of the join's layers."""
+        kept = self._sources = (_PTR * len(sources))(*[source.data_ptr() for source in sources])
+        first, size = sources[0], self.values.element_size()
+        record.sources, record.num_sources = ctypes.addressof(kept), len(sources)
+        record.source_bytes = first.shape[1] * first.element_size()
+        weight = self.join.weight
+        record.join, record.join_width = (None, 0) if weight is None else (weight.pointer, first.shape[1])
+        record.features, record.feature_bytes = self.values.data_ptr(), self.values.shape[2] * size
+        record.feature_room = self.values.shape[1]
+        record.counts = self.counts.buffer_info()[0]
+        record.kept, record.num_kept = self.blocks.data_ptr(), self.blocks.shape[0]
+        record.kept_bytes = self.blocks.stride(0) * size
+
+
+def fits(join: FeatureJoin, sources: Sequence[Tensor], width: int, dtype: torch.dtype) -> bool:
+    """Whether features of ``width`` numbers come out of these results."""
+    if any(source.dtype is not dtype or source.shape[1] != sources[0].shape[1] for source in sources):
+        return False
+    weight = join.weight
+    if weight is None:
+        return len(sources) == 1 and sources[0].shape[1] == width
+    given = sum(source.shape[1] for source in sources)
+    return weight.dtype is dtype and weight.outputs == width and weight.inputs == given

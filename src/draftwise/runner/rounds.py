@@ -1,0 +1,293 @@
+"""Steps of several rounds: target, verification and drafts again and again, in one native call.
+
+Where passes are short, most of what a step takes is Python between them, which finds the caches full of weights. A step
+whose requests all decode, are ordinary (`runner.ordinary`) and draft with something that native code runs by itself is
+one call of ``csrc/rounds.cpp``, and goes on for as many rounds as the plan allows. `LocalExecutor` does a round part by
+part, and is the reference: it computes every other step, and drafts where the call could not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from draftwise.kernels.cpu.checks import require
+from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.program import Program, Results
+from draftwise.kernels.cpu.rounds import (
+    RoundDrafts,
+    RoundElsewhere,
+    RoundFeatures,
+    RoundPasses,
+    RoundsCall,
+    RoundsRecord,
+    SlotPool,
+    fits,
+)
+from draftwise.kv.storage import KVStorage
+from draftwise.models.base import DecoderModel
+from draftwise.names import MAX_TREE_NODES, method_number
+from draftwise.propose.columns import RoundAnswer, RoundDrafter, drafts_rounds
+from draftwise.runner.drafting import Drafting
+from draftwise.runner.ordinary import Members, OrdinarySteps
+from draftwise.runner.placing import NOBODY, Placing, Wanted
+from draftwise.runner.rows import Row
+from draftwise.sched.columns import NUMBERS, PlanColumns, RowColumns
+from draftwise.types import CUT_BYTES, StepPlan, StepResult
+from draftwise.verify.native import NativeRules
+
+MOST_ROUNDS = 64
+"""Of a step."""
+_MOST_ROWS = 512
+"""Rows of a pass, at most: longer ones take so long that nothing is won."""
+
+
+class _Drafter(NamedTuple):
+    """Who drafts for all requests of a step, and how; ``drafts`` None: nobody does."""
+
+    proposer: RoundDrafter | None
+    drafts: RoundDrafts | None
+    features: RoundFeatures | None
+    name: str
+
+
+_NOBODY = _Drafter(None, None, None, "none")
+_ELSEWHERE = _Drafter(None, RoundElsewhere(), None, "none")
+
+
+@dataclass(slots=True)
+class _Room:
+    """Results of the target's passes, of up to so many rows, and where features come from."""
+
+    program: Program
+    results: Results
+    rows: int
+
+    def sources(self, layers: Sequence[int] | None) -> Sequence[Tensor] | None:
+        """Results that enter these layers; ``layers`` None: those behind the last norm."""
+        if layers is None:
+            return (self.results.hidden,)
+        known = self.program.layers
+        return [self.results.captured[known.index(layer)] for layer in layers]
+
+
+class RoundSteps:
+    """Makes them. One of an executor, whose target computes on a CPU and carries no state."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        rules: NativeRules,
+        model: DecoderModel,
+        storage: KVStorage,
+        drafting: Drafting,
+        ordinary: OrdinarySteps,
+        block_size: int,
+    ) -> None:
+        self._call = RoundsCall(library, rules.pool)
+        self._model, self._storage, self._drafting = model, storage, drafting
+        self._ordinary, self._placing = ordinary, Placing(library, block_size)
+        self._block_size = block_size
+        self._room: _Room | None = None
+        self._asked: tuple[Members, bool] | None = (
+            None  # the newest, and whether their drafters must be shown steps
+        )
+        self._pools = _slot_pools(storage)
+
+    def run(self, plan: StepPlan, rows: Mapping[int, Row]) -> tuple[StepResult, Members, Wanted] | None:
+        """Compute a step, if it can be computed so; None: it cannot, and nothing has changed. Its drafts have been made
+        but for those that are wanted of `Drafting.propose`; who proposed nothing yet counts as proposing nothing."""
+        columns = plan.rows
+        if not isinstance(columns, PlanColumns) or columns.num_new.count(1) < len(columns.rids):
+            return None
+        members = self._ordinary.members(columns.rids, rows)
+        if self._asked is None or self._asked[0] is not members:
+            self._asked = members, self._must_show(members)
+        if self._asked[1] or members.adapters or self._drafting.transfers:
+            return None
+        count, budgets = len(members.rows), columns.budgets
+        nodes = count * min(max(max(budgets), max(columns.num_draft)), MAX_TREE_NODES)
+        if count + nodes > _MOST_ROWS:
+            return None
+        drafter = self._drafter(members, columns, plan.rounds)
+        if drafter is None:
+            return None
+        room = self._room_for(count + nodes)
+        if room is None:
+            return None
+        record, answers = RoundsRecord(), _Answers(plan.rounds, count, nodes)
+        kept = self._tell(record, plan, members, nodes, room, drafter)
+        if kept is None:
+            return None
+        answers.tell(record)
+        self._call.run(record)
+        del kept
+        if not record.done:
+            return None
+        self._ordinary.stale = True
+        return self._taken(plan, record, answers, members, drafter)
+
+    def _must_show(self, members: Members) -> bool:
+        """Whether a drafter of these requests looks at what the target computes, and native code cannot do that."""
+        drafting, method = self._drafting, members.method
+        if not drafting.observes_for(members.methods):
+            return False
+        proposer: object = None if method is None else drafting.native(method)
+        return not (drafts_rounds(proposer) and proposer.in_rounds)
+
+    def _drafter(self, members: Members, columns: PlanColumns, rounds: int) -> _Drafter | None:
+        """Who drafts behind each round; None: what the target computes has to be shown to somebody."""
+        drafting, budgets = self._drafting, columns.budgets
+        watched = drafting.observes_for(members.methods) and len(columns.resting) < len(members.rows)
+        if not any(budgets):
+            return None if watched else _NOBODY
+        found = None
+        if not columns.resting and not (
+            watched and 0 in budgets
+        ):  # else some are told of tokens, and do not draft
+            found = self._native(members, budgets, rounds)
+        if watched and (found is None or found.features is None):
+            return None
+        return found or _ELSEWHERE
+
+    def _native(self, members: Members, budgets: array[int], rounds: int) -> _Drafter | None:
+        """The drafter of all of them, if native code can draft for it."""
+        method = members.method
+        proposer: object = None if method is None or members.kind < 1 else self._drafting.native(method)
+        if method is None or not drafts_rounds(proposer):
+            return None
+        wanted = Wanted(members.rows, budgets, members.places)
+        found = proposer.round_drafts(self._placing.columns(wanted), rounds)
+        return None if found is None else _Drafter(proposer, *found, method)
+
+    def _room_for(self, rows: int) -> _Room | None:
+        """Results with room for so many rows, of the pass that captures what drafters look at."""
+        program = self._model.pass_of(self._storage, self._drafting.capture_layers)
+        if program is None:
+            return None
+        room = self._room
+        if room is None or room.program is not program or room.rows < rows:
+            rows = max(rows, 8) if room is None else max(rows, 2 * room.rows)
+            room = self._room = _Room(program, program.results(min(rows, _MOST_ROWS)), min(rows, _MOST_ROWS))
+        return room
+
+    def _tell(
+        self,
+        record: RoundsRecord,
+        plan: StepPlan,
+        members: Members,
+        nodes: int,
+        room: _Room,
+        drafter: _Drafter,
+    ) -> object | None:
+        """Write down what the call is told. Answers with what it points to; None: features cannot be made there."""
+        columns = plan.rows
+        assert isinstance(columns, PlanColumns), "looked at before"
+        record.requests, record.books = len(members.rows), members.places_at
+        record.block_size = self._block_size
+        record.rounds, record.most_ns = plan.rounds, int(1e9 * plan.round_seconds)
+        record.most_nodes = nodes
+        record.wanted, record.budgets = columns.num_draft.buffer_info()[0], columns.budgets.buffer_info()[0]
+        results = room.results
+        record.program, record.room = room.program.pointer, room.rows
+        record.passes = ctypes.pointer(room.program.goes_to(results, head_only=drafter.features is None))
+        record.logits, record.vocab = results.logits.data_ptr(), results.logits.shape[1]
+        record.pools, record.num_pools = ctypes.addressof(self._pools), len(self._pools)
+        cuts = None
+        if plan.cuts is not None:
+            require(len(plan.cuts.tables) == CUT_BYTES * len(members.rows), "a table for each request")
+            cuts = array("B", plan.cuts.tables), array("B", plan.cuts.outcomes)
+            record.cuts, record.outcomes = cuts[0].buffer_info()[0], cuts[1].buffer_info()[0]
+        if drafter.drafts is None:
+            return (cuts,)
+        record.method = method_number(drafter.name)
+        drafter.drafts.tell(record)
+        if drafter.features is not None:
+            sources = room.sources(drafter.features.join.layers)
+            values = drafter.features.values
+            if sources is None or not fits(drafter.features.join, sources, values.shape[2], values.dtype):
+                return None
+            drafter.features.tell(record, sources)
+        return (cuts, drafter.drafts)
+
+    def _taken(
+        self, plan: StepPlan, record: RoundsRecord, answers: _Answers, members: Members, drafter: _Drafter
+    ) -> tuple[StepResult, Members, Wanted]:
+        columns = plan.rows
+        assert isinstance(columns, PlanColumns)
+        done, drafted = record.done, bool(record.drafted)
+        if drafter.proposer is not None:
+            drafter.proposer.after_rounds(RoundAnswer(done, drafted))
+            told = getattr(drafter.drafts, "told", None)
+            if told is not None:
+                for row in members.rows:
+                    row.keep_q(told)
+        rounds = [answers.of(i, columns.rids) for i in range(done)]
+        wanted = NOBODY
+        if not drafted:
+            budgets = columns.budgets
+            wanted = Wanted.of([(members.rows[i], budgets[i]) for i in answers.going if budgets[i]])
+        spent = 1e-9 * record.draft_ns
+        result = StepResult(
+            step=plan.step,
+            rows=rounds[-1],
+            earlier=tuple(rounds[:-1]),
+            forward_time=1e-9 * record.forward_ns,
+            verify_time=1e-9 * record.verify_ns,
+            draft_time=spent,
+            draft_forward_time=spent if isinstance(drafter.drafts, RoundPasses) else 0.0,
+        )
+        return result, members, wanted
+
+
+class _Answers:
+    """What the call writes, of each round one behind the other."""
+
+    def __init__(self, rounds: int, requests: int, nodes: int) -> None:
+        self._requests, self._nodes = requests, nodes
+        self._numbers = array("i", bytes(4 * rounds * NUMBERS * requests))
+        self._tokens = array("i", bytes(4 * rounds * (requests + nodes)))
+        self._given = array("i", bytes(4 * rounds * 3 * nodes))
+        self._paths = array("i", bytes(4 * rounds * nodes))
+        self._sizes, self._going = array("i", bytes(8 * rounds)), array("i", bytes(4 * requests))
+
+    def tell(self, record: RoundsRecord) -> None:
+        own = self._numbers, self._tokens, self._given, self._paths, self._sizes, self._going
+        record.numbers, record.tokens, record.nodes, record.paths, record.sizes, record.going = [
+            column.buffer_info()[0] for column in own
+        ]
+
+    def of(self, i: int, rids: Sequence[int]) -> RowColumns:
+        """The results of round i."""
+        size, first = NUMBERS * self._requests, i * (self._requests + self._nodes)
+        nodes, tokens = self._sizes[2 * i], self._sizes[2 * i + 1]
+        given, paths = 3 * i * self._nodes, i * self._nodes
+        return RowColumns(
+            rids,
+            self._numbers[i * size : (i + 1) * size],
+            self._tokens[first : first + tokens],
+            self._given[given : given + 2 * nodes],
+            self._paths[paths : paths + nodes],
+            {},
+        )
+
+    @property
+    def going(self) -> list[int]:
+        """Which requests have not ended."""
+        return [place for place, going in enumerate(self._going) if going]
+
+
+def _slot_pools(storage: KVStorage) -> ctypes.Array[SlotPool]:
+    """Where accepted nodes of trees move."""
+    pools = []
+    for pool in storage.pools:
+        require(pool[0].is_contiguous(), "a storage whose slots lie side by side")
+        layers, slots = pool.shape[:2]
+        size = pool.element_size()
+        pools.append(SlotPool(pool.data_ptr(), layers, pool.stride(0) * size, slots, pool.stride(1) * size))
+    return (SlotPool * len(pools))(*pools)
