@@ -14,6 +14,7 @@ from draftwise import LLM, SamplingParams
 from draftwise.runner.ordinary import OrdinaryStep, OrdinarySteps
 from draftwise.runner.placing import Placing
 from draftwise.runner.rounds import RoundSteps
+from draftwise.sched import scheduler
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
 from tests.native import native_or_skip
 
@@ -84,8 +85,9 @@ def run(
         executor._ordinary = executor._drafting._placing = None
     seen: list[Any] = []
     said: dict[int, list[Any]] = {}
-    core.scheduler._rounds._most = rounds
-    core.scheduler._rounds.took(1e-6)  # else the first steps, of a cold machine, have one
+    room = core.scheduler._rounds
+    room._most, room._seconds, room.took = rounds, 1e-6, lambda seconds: None  # however slow the machine is
+    patience, scheduler.ROUND_SECONDS = scheduler.ROUND_SECONDS, 60.0
     execute, marks = executor.execute, executor._drafting.fills.marks
 
     def watched(plan: Any) -> Any:
@@ -109,6 +111,7 @@ def run(
         outputs = llm.generate(prompts, params)
     finally:
         del executor.execute
+        scheduler.ROUND_SECONDS = patience
         executor._ordinary, executor._drafting._placing = kept
     texts = [(o.outputs[0].token_ids, o.outputs[0].trace) for o in outputs]
     return [said, texts] if rounds > 1 else [said, texts, seen]
@@ -170,7 +173,7 @@ def test_the_same_as_request_by_request(
     ):
         assert steps > 0
     assert run(llm, engines.prompts, params, True, rounds=8) == expected[:2]
-    if steps > 5:
+    if steps > 5 and family == "methods" and shape == "chain" and method in IN_ROUNDS and rule != "all":
         assert counts["rounds"] < 1.8 * steps, "several rounds a step"
     if family == "methods" and shape == "chain" and method in IN_COLUMNS and rule != "all":
         assert counts["columns"] > 0
