@@ -43,6 +43,8 @@ from draftwise.verify.native import NativeRules
 
 MOST_ROUNDS = 64
 """Of a step."""
+_KEPT_BYTES = 32 << 20
+"""Results of the target's passes that are used again; larger ones are made for each step."""
 _MOST_ROWS = 512
 """Rows of a pass, at most: longer ones take so long that nothing is won."""
 
@@ -94,9 +96,8 @@ class RoundSteps:
         self._ordinary, self._placing = ordinary, Placing(library, block_size)
         self._block_size = block_size
         self._room: _Room | None = None
-        self._asked: tuple[Members, bool] | None = (
-            None  # the newest, and whether their drafters must be shown steps
-        )
+        self._asked: tuple[Members, bool] | None = None
+        """The newest requests, and whether their drafters must be shown steps."""
         self._pools = _slot_pools(storage)
 
     def run(self, plan: StepPlan, rows: Mapping[int, Row]) -> tuple[StepResult, Members, Wanted] | None:
@@ -147,9 +148,8 @@ class RoundSteps:
         if not any(budgets):
             return None if watched else _NOBODY
         found = None
-        if not columns.resting and not (
-            watched and 0 in budgets
-        ):  # else some are told of tokens, and do not draft
+        told_only = watched and 0 in budgets  # some are told of tokens, and do not draft
+        if not columns.resting and not told_only:
             found = self._native(members, budgets, rounds)
         if watched and (found is None or found.features is None):
             return None
@@ -172,8 +172,9 @@ class RoundSteps:
             return None
         room = self._room
         if room is None or room.program is not program or room.rows < rows:
-            rows = max(rows, 8) if room is None else max(rows, 2 * room.rows)
-            room = self._room = _Room(program, program.results(min(rows, _MOST_ROWS)), min(rows, _MOST_ROWS))
+            room = _Room(program, program.results(rows), rows)
+            # With a large vocabulary many rows of logits are more than should be kept from step to step.
+            self._room = room if room.results.nbytes <= _KEPT_BYTES else None
         return room
 
     def _tell(
