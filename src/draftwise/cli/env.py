@@ -122,6 +122,7 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
+    versions["torch"] = torch.__version__  # says of which build it is; some wheels are recorded without that
     cpu = model()
     found = processors()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
