@@ -35,13 +35,40 @@ def said(llm: LLM) -> tuple[list[Any], int]:
 def test_the_same_text_from_fewer_steps(method: str, control: str) -> None:
     native_or_skip()
     options: dict[str, Any] = {"speculative_config": {"method": method}, "speculation_control": control}
-    with LLM(**options) as one, LLM(rounds_per_step=8, **options) as several:
+    with LLM(rounds_per_step=1, **options) as one, LLM(**options) as several:
         expected, steps = said(one)
         found, fewer = said(several)
         assert found == expected
         assert several.stats().speculation.num_drafts > 0 or method == "none"
         if method == "none":  # how often there is time for another round is the machine's affair
             assert fewer <= steps
+
+
+@pytest.mark.parametrize("blocks", [24, 40, 64, 120, 240])
+def test_nobody_misses_the_blocks_that_rounds_take(blocks: int) -> None:
+    """Where blocks are short, requests are admitted, draft and lose their places as without rounds: the text of a seed
+    depends on how much was drafted, so that it tells."""
+    native_or_skip()
+    options: dict[str, Any] = {
+        "speculative_config": {"method": "ngram"},
+        "speculation_control": "static",
+        "num_kv_blocks": blocks,
+        "block_size": 4,
+        "enable_prefix_caching": False,
+    }
+    params = [
+        SamplingParams(temperature=0.6, seed=i, max_tokens=20 + 13 * i, speculation={"rule": "rejection"})
+        for i in range(6)
+    ]
+    with LLM(rounds_per_step=1, **options) as one, LLM(**options) as several:
+        expected, found = [llm.generate((PROMPTS * 2), params, use_tqdm=False) for llm in (one, several)]
+        assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+        preempted = []
+        for llm in (one, several):
+            assert llm._engine is not None
+            llm.check_integrity()
+            preempted.append(llm._engine.core.scheduler.num_preemptions)
+        assert preempted[0] == preempted[1]
 
 
 def test_where_there_are_none() -> None:

@@ -62,19 +62,20 @@ class Engine:
         caching: bool = True,
         ahead: bool = False,
         controller: Controller | None = None,
+        rounds: int = 1,
     ) -> None:
-        self.time = 0.0
+        self.time, self.tick = 0.0, 1.0 if rounds == 1 else 1e-4
         self.executor = PlanRecorder(blocks, block_size, 1, rows, ahead=ahead)
         self.kv = KVManager(blocks, block_size, caching)
         self.scheduler = Scheduler(
-            SchedulerConfig(seqs, rows, chunks), self.kv, controller or StaticController(), self.clock
+            SchedulerConfig(seqs, rows, chunks), self.kv, controller or StaticController(), self.clock, rounds
         )
         device = LateExecutor(self.executor) if ahead else self.executor
         self.core = EngineCore(self.scheduler, device, self.clock, ahead=ahead)
         self.requests: list[Request] = []
 
     def clock(self) -> float:
-        self.time += 1.0
+        self.time += self.tick
         return self.time
 
     def add(self, prompt: int | list[int], tokens: int, k: int = 0, **more: int) -> Request:
@@ -364,6 +365,41 @@ def test_taking_back_lookahead_looks_at_no_block_tables(monkeypatch: pytest.Monk
     engine.run()
     assert any(plan.trimmed for plan in engine.executor.plans)
     assert engine.scheduler.num_preemptions == 0, "lookahead goes before anybody's place"
+
+
+def test_blocks_that_rounds_asked_for_go_to_who_waits() -> None:
+    """The executor fills one of eight rounds. Blocks of 4, and 8 for a step of each: 4 drafts wait, 4 are to come."""
+    engine = Engine(blocks=40, rows=64, caching=False, rounds=8)
+    for _ in range(2):
+        engine.add(8, 60, k=4)
+    while not any(plan.rounds > 1 for plan in engine.executor.plans):
+        engine.step()
+    held = engine.kv.num_used
+    known = sum(engine.kv.blocks_for(request.num_tokens) for request in engine.requests)
+    free = engine.kv.num_free
+    assert held > known + 2 * 2, "more than a step without rounds asks for"
+    late = engine.add((free + 2) * 4, 4)
+    plan = engine.step()
+    assert [new.rid for new in plan.new] == [late.rid], "it does not wait for others' rounds"
+    assert {rid for rid, _ in plan.trimmed} == {0, 1}
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_rounds_leave_the_last_blocks_to_steps_without() -> None:
+    engine = Engine(blocks=26, rows=64, caching=False, rounds=8)
+    for _ in range(2):
+        engine.add(8, 24, k=4)
+    with_rounds = 0
+    while all(request.finish_reason is None for request in engine.requests):
+        free = engine.kv.num_free
+        if engine.step().rounds > 1:
+            with_rounds += 1
+            assert engine.kv.num_free >= min(free, 2 * 3), (
+                "a step of one asks for three blocks: 4 + 4 drafts, a root"
+            )
+    assert 0 < with_rounds < len(engine.executor.plans) - 1
+    engine.run()
 
 
 # ------------------------------------------------------------------------------------------------------ shape

@@ -23,7 +23,7 @@ MAX_LEN = 40
 
 class Engine(RuleBasedStateMachine):
     @initialize(
-        extra_blocks=st.integers(0, 6),
+        extra_blocks=st.one_of(st.integers(0, 6), st.integers(20, 80)),
         block_size=st.sampled_from([1, 3, 4]),
         budget=st.integers(4, 30),
         seqs=st.integers(1, 6),
@@ -31,6 +31,7 @@ class Engine(RuleBasedStateMachine):
         caching=st.booleans(),
         mode=st.sampled_from(["in step", "ahead", "late"]),
         chunks=st.booleans(),
+        rounds=st.sampled_from([1, 8]),
     )
     def start(
         self,
@@ -42,9 +43,13 @@ class Engine(RuleBasedStateMachine):
         caching: bool,
         mode: str,
         chunks: bool,
+        rounds: int,
     ) -> None:
-        """``mode``: steps are taken in at once, or one later; and then the device may be late, too."""
-        num_blocks = -(-MAX_LEN // block_size) + extra_blocks  # one request fits alone, two seldom do
+        """``mode``: steps are taken in at once, or one later; and then the device may be late, too. ``rounds``: blocks
+        are found for so many, of which the executor computes one."""
+        num_blocks = (
+            -(-MAX_LEN // block_size) + extra_blocks
+        )  # one request fits alone; of few extra ones two seldom do
         self.time = 0.0
         ahead = mode != "in step"
         self.executor = FakeExecutor(num_blocks, block_size, seed, max(budget, seqs), ahead)
@@ -53,6 +58,7 @@ class Engine(RuleBasedStateMachine):
             KVManager(num_blocks, block_size, caching),
             StaticController(),
             self.clock,
+            rounds,
         )
         device = LateExecutor(self.executor) if mode == "late" else self.executor
         self.core = EngineCore(self.scheduler, device, self.clock, ahead=ahead)
@@ -60,7 +66,7 @@ class Engine(RuleBasedStateMachine):
         self.added: dict[int, int] = {}
 
     def clock(self) -> float:
-        self.time += 1.0
+        self.time += 1e-4  # there is time for several rounds
         return self.time
 
     @rule(

@@ -77,8 +77,10 @@ class EngineConfig:
         None, to.integer(1), "most requests in one step (64 on CPU, 256 on CUDA)"
     )
     max_num_batched_tokens: int = option(2048, to.size(), "most tokens in one step")
-    rounds_per_step: int = option(
-        1, to.integer(1, 64), "rounds of decoding in a step, at most, if they take 4 ms together (CPU)"
+    rounds_per_step: int | None = option(
+        None,
+        to.integer(1, 64),
+        "rounds of decoding in a step, at most, if they take 4 ms together (8 on CPU)",
     )
     block_size: int = option(16, to.integer(1, 1024), "tokens per block of the K/V cache")
     num_kv_blocks: int | None = option(None, to.integer(1), "blocks of the K/V cache")

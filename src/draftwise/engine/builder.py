@@ -33,6 +33,8 @@ logger = logging.getLogger("draftwise")
 
 _FLOAT32_LIMIT = 1 << 30
 """Models under this many bytes in float32 run in float32 on a CPU when dtype is "auto"."""
+_ROUNDS = 8
+"""Rounds of a step at most, unless `EngineConfig.rounds_per_step` says so: of more, each saves little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ def build_engine(
     recurrent = facts.most_drafts is not None
     if config.async_scheduling:
         executor = ThreadedExecutor(executor)
-    if config.rounds_per_step > 1 and executor.most_rounds == 1:
+    rounds = config.rounds_per_step or _ROUNDS
+    if config.rounds_per_step and rounds > executor.most_rounds:
         executor.close()
         raise ConfigError(
             "rounds_per_step: only native code on a CPU computes several rounds in a step, in one process and without "
@@ -103,7 +106,7 @@ def build_engine(
         ),
         _controller(config, facts),
         clock,
-        min(config.rounds_per_step, executor.most_rounds),
+        min(rounds, executor.most_rounds),
     )
     processor = Processor(
         facts.model,

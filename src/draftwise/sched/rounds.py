@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from draftwise.adapt.controller import Controller
+from draftwise.adapt.controller import Controller, most_nodes
 from draftwise.kv.manager import KVManager
+from draftwise.sched.order import Ordered
+from draftwise.sched.request import Request
 from draftwise.sched.shares import Shares
 from draftwise.sched.taking import Books, Members
 from draftwise.types import RoundCuts
@@ -14,13 +16,19 @@ does not wait for longer."""
 
 
 class RoundRoom:
-    """Asks the controller for rounds, as many as fit into `ROUND_SECONDS`, and finds blocks for their tokens."""
+    """Asks the controller for rounds, as many as fit into `ROUND_SECONDS`, and finds blocks for their tokens.
+
+    Rounds take blocks that nobody could miss: a step without them finds as many free ones as it may ask for. What they
+    did not fill goes back before blocks become short, so that nobody waits, drafts less or loses its place for them.
+    """
 
     def __init__(self, kv: KVManager, most: int) -> None:
         """``most``: rounds of a step."""
         self._kv = kv
         self._most = most
         self._seconds = 0.0  # of a round, lately; 0: not known
+        self._spare: tuple[int, int] | None = None  # what `_step_blocks` said of who runs, and their version
+        self._ahead = False  # somebody may have blocks that only rounds asked for
 
     def took(self, seconds: float) -> None:
         """A round of a step that was no prompt's took so long."""
@@ -28,10 +36,9 @@ class RoundRoom:
         self._seconds = seconds if not before else before + 0.25 * (seconds - before)
 
     def of(
-        self, shares: Shares, controller: Controller, books: Books, members: Members
+        self, shares: Shares, controller: Controller, books: Books, members: Members, running: Ordered
     ) -> tuple[int, RoundCuts | None]:
-        """Rounds of a step in which all requests that are here decode, and what they cut. Blocks are free ones: if
-        there are too few, the step has one round."""
+        """Rounds of a step in which all requests that are here decode, and what they cut."""
         if self._most < 2 or not self._seconds:
             return 1, None
         most = min(self._most, int(ROUND_SECONDS / self._seconds))
@@ -45,9 +52,41 @@ class RoundRoom:
             min(1 + nodes + budget + (rounds - 1) * (1 + budget), request.max_total - request.num_computed)
             for nodes, budget, request in zip(shares.num_draft, shares.budgets, members.requests, strict=True)
         ]
+        spare = self._step_blocks(running)
+        if self._kv.num_free < spare + len(wanted) * self._kv.blocks_for(max(wanted)):
+            return 1, None
         for place in books.room(members, self._kv.block_size, wanted):
             blocks = self._kv.reserve(shares.rids[place], wanted[place])
-            if blocks is None:
-                return 1, None
+            assert blocks is not None, "that many were free"
             shares.got(place, blocks)
+            self._ahead = True
         return rounds, cuts
+
+    def give_back(self, running: Ordered, waiting: Ordered) -> dict[int, int]:
+        """Where blocks are short for a step without rounds, or for one who waits, those that rounds asked for go back.
+        Called before a step is planned. Answers with those who lost some: how many blocks each has left."""
+        if not self._ahead:
+            return {}
+        kv = self._kv
+        for_waiting = sum([kv.blocks_for(request.num_tokens + _most_nodes(request)) for request in waiting])
+        if kv.num_free >= self._step_blocks(running) + for_waiting:
+            return {}
+        self._ahead = False
+        left = {}
+        for request in running:
+            known = request.num_tokens - request.num_computed
+            if kv.surplus(request.rid, known):
+                left[request.rid] = kv.trim(request.rid, known)
+        return left
+
+    def _step_blocks(self, running: Ordered) -> int:
+        """Blocks that a step of one round takes at most: for a root, drafts that wait, and drafts to come, of each."""
+        known = self._spare
+        if known is None or known[0] != running.version:
+            blocks = sum([self._kv.blocks_for(1 + 2 * _most_nodes(request)) for request in running])
+            known = self._spare = running.version, blocks
+        return known[1]
+
+
+def _most_nodes(request: Request) -> int:
+    return most_nodes(request.speculation, 0, {})

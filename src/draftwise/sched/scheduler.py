@@ -131,7 +131,7 @@ class Scheduler:
         assert not self._flying.rids, "two steps have not been taken in"
         self._flying, self._planned = self._planned, EMPTY_PLAN
         self._flying_side_by_side, self._side_by_side = self._side_by_side, None
-        self._trimmed = {}
+        self._trimmed = self._rounds.give_back(self._running, self._waiting)
         # What will run once all that fit are admitted: the first of many must not draft as if it were alone.
         self._batch_size = min(len(self._requests), self.config.max_num_seqs)
         self._flying_shape = self._shape
@@ -165,7 +165,7 @@ class Scheduler:
             and not shares.reading
             and not new
         ):
-            rounds, cuts = self._rounds.of(shares, self._controller, self._books, members)
+            rounds, cuts = self._rounds.of(shares, self._controller, self._books, members, self._running)
         self._plan(shares, members)
         plan = StepPlan(
             step=self._step,
