@@ -21,23 +21,31 @@ namespace {
 // reader's own, some way ahead. The other one is what Tile::share says. Who reads alone asks for the rest of the unit: the first reader of a
 // panel fetches it for the others, into the second-level cache. Who shares asks for its share of the next panel, a little with each unit.
 // Example: 256 units, the second of two tiles, the first of two readers: from the middle of the next panel on, half a line with each unit.
+//
+// Who alone reads a panel that nobody shares goes on from its end to what comes next: of many rows, k is cut into short pieces, and
+// each would begin with a wait. It fetches into the second-level cache, which has more requests on their way than the first.
 template <int kParts>
 struct Fetch {
-  static constexpr int kAhead = 2048;
-  const uint8_t* other;
-  int64_t step;
+  static constexpr int kAhead = kParts == 1 ? 8192 : 2048, kInto = kParts == 1 ? 2 : 3;
+  const uint8_t *other, *edge;  // from `edge` on, what is fetched is `far` further
+  int64_t step, far = 0;
 
-  DW_ALWAYS Fetch(const Tile& t, const uint8_t* w, int part) : other(w + kAhead + 64), step(t.bytes / t.units) {
-    if (t.shares == 0) return;
+  DW_ALWAYS Fetch(const Tile& t, const uint8_t* w, int part)
+      : other(w + kAhead + 64), edge(w + t.bytes - kAhead), step(t.bytes / t.units) {
+    if (t.shares == 0) {
+      if (kParts == 1 && t.next_w != nullptr) far = t.next_w - (t.w + t.bytes);
+      return;
+    }
     const int64_t pieces = int64_t(t.shares) * kParts, piece = int64_t(t.share) * kParts + part;
     other = t.next_w + t.bytes * piece / pieces;
     step = (t.bytes + t.units * pieces - 1) / (t.units * pieces);
   }
   DW_ALWAYS void next(const uint8_t* w) {
-    __builtin_prefetch(w + kAhead);
+    const int64_t jump = w < edge ? 0 : far;
+    __builtin_prefetch(w + kAhead + jump, 0, kInto);
     // Each line once: what is asked of the second-level cache again costs time there. No branch: with one, GCC copies all sums.
-    const uint8_t* at = (reinterpret_cast<uintptr_t>(other) & 63) < uintptr_t(step) ? other : w;
-    __builtin_prefetch(at, 0, kParts == 1 ? 3 : 2);
+    const uint8_t* at = (reinterpret_cast<uintptr_t>(other) & 63) < uintptr_t(step) ? other + jump : w;
+    __builtin_prefetch(at, 0, kParts == 1 ? kInto : 2);
     other += step;
   }
 };
