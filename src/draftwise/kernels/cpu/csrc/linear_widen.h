@@ -23,10 +23,11 @@ namespace {
 // Example: 256 units, the second of two tiles, the first of two readers: from the middle of the next panel on, half a line with each unit.
 //
 // Who alone reads a panel that nobody shares goes on from its end to what comes next: of many rows, k is cut into short pieces, and
-// each would begin with a wait. It fetches into the second-level cache, which has more requests on their way than the first.
+// each would begin with a wait. Into the second-level cache alone a large model would come 4 % faster; but a small one, which is in a
+// cache already, would run at 0.92 of its speed.
 template <int kParts>
 struct Fetch {
-  static constexpr int kAhead = kParts == 1 ? 8192 : 2048, kInto = kParts == 1 ? 2 : 3;
+  static constexpr int kAhead = kParts == 1 ? 8192 : 2048;
   const uint8_t *other, *edge;  // from `edge` on, what is fetched is `far` further
   int64_t step, far = 0;
 
@@ -42,10 +43,10 @@ struct Fetch {
   }
   DW_ALWAYS void next(const uint8_t* w) {
     const int64_t jump = w < edge ? 0 : far;
-    __builtin_prefetch(w + kAhead + jump, 0, kInto);
+    __builtin_prefetch(w + kAhead + jump);
     // Each line once: what is asked of the second-level cache again costs time there. No branch: with one, GCC copies all sums.
     const uint8_t* at = (reinterpret_cast<uintptr_t>(other) & 63) < uintptr_t(step) ? other + jump : w;
-    __builtin_prefetch(at, 0, kParts == 1 ? kInto : 2);
+    __builtin_prefetch(at, 0, kParts == 1 ? 3 : 2);
     other += step;
   }
 };
