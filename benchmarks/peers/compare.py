@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -157,10 +158,17 @@ def _column(cell: Cell) -> str:
 
 
 def rounds(run: Run, given: argparse.Namespace, cells_of_round: Sequence[list[Cell]]) -> None:
-    """All rounds; the first one warms up and does not count."""
+    """All rounds; the first one warms up and does not count. Who interrupts them gets what was measured until then."""
     if given.wait:
         say("ready: waiting for a line on standard input")
         sys.stdin.readline()
+    try:
+        _rounds(run, given, cells_of_round)
+    except KeyboardInterrupt:
+        say("interrupted: what was measured until now")
+
+
+def _rounds(run: Run, given: argparse.Namespace, cells_of_round: Sequence[list[Cell]]) -> None:
     began = time.monotonic()
     for turn in range(given.rounds + 1):
         if turn > 1 and given.seconds is not None and time.monotonic() - began > given.seconds:
@@ -329,6 +337,7 @@ def main() -> int:
     given = parse()
     Path(given.work).mkdir(parents=True, exist_ok=True)
     run = Run()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are ended in any case
     try:
         report = passes(run, given) if given.command == "passes" else generate(run, given)
     finally:

@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,9 @@ def model_name(config: EngineConfig) -> str:
 
 @contextmanager
 def _engine(config: EngineConfig, clock: Callable[[], float]) -> Iterator[Engine]:
+    # What steps take is measured step by step; plans and simulations have no rounds.
     with lifetime.computing():
-        engine = build_engine(config, clock)
+        engine = build_engine(replace(config, rounds_per_step=1), clock)
     try:
         yield engine
     finally:
