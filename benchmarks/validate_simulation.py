@@ -88,6 +88,7 @@ class Bench:
             max_num_seqs=MOST,
             max_model_len=args.longest,
             enable_prefix_caching=False,  # prompts come more than once, and are read each time
+            rounds_per_step=1,  # simulations have no others
         )
         with lifetime.computing():
             self.engine = build_engine(self.config, self.clock)

@@ -47,9 +47,8 @@ class Engine(RuleBasedStateMachine):
     ) -> None:
         """``mode``: steps are taken in at once, or one later; and then the device may be late, too. ``rounds``: blocks
         are found for so many, of which the executor computes one."""
-        num_blocks = (
-            -(-MAX_LEN // block_size) + extra_blocks
-        )  # one request fits alone; of few extra ones two seldom do
+        # One request fits alone; with few extra blocks, two seldom do.
+        num_blocks = -(-MAX_LEN // block_size) + extra_blocks
         self.time = 0.0
         ahead = mode != "in step"
         self.executor = FakeExecutor(num_blocks, block_size, seed, max(budget, seqs), ahead)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from draftwise.adapt.controller import Controller, most_nodes
 from draftwise.kv.manager import KVManager
 from draftwise.sched.order import Ordered
@@ -62,13 +64,15 @@ class RoundRoom:
             self._ahead = True
         return rounds, cuts
 
-    def give_back(self, running: Ordered, waiting: Ordered) -> dict[int, int]:
-        """Where blocks are short for a step without rounds, or for one who waits, those that rounds asked for go back.
-        Called before a step is planned. Answers with those who lost some: how many blocks each has left."""
+    def give_back(self, running: Ordered, waiting: Ordered, places: int) -> dict[int, int]:
+        """Where blocks are short for a step without rounds, or for the first ``places`` of those who wait, those that
+        rounds asked for go back. Called before a step is planned. Answers with those who lost some: how many blocks
+        each has left."""
         if not self._ahead:
             return {}
         kv = self._kv
-        for_waiting = sum([kv.blocks_for(request.num_tokens + _most_nodes(request)) for request in waiting])
+        entering = islice(waiting, max(places, 0))
+        for_waiting = sum([kv.blocks_for(request.num_tokens + _most_nodes(request)) for request in entering])
         if kv.num_free >= self._step_blocks(running) + for_waiting:
             return {}
         self._ahead = False

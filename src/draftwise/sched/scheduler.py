@@ -131,7 +131,8 @@ class Scheduler:
         assert not self._flying.rids, "two steps have not been taken in"
         self._flying, self._planned = self._planned, EMPTY_PLAN
         self._flying_side_by_side, self._side_by_side = self._side_by_side, None
-        self._trimmed = self._rounds.give_back(self._running, self._waiting)
+        places = self.config.max_num_seqs - len(self._running)
+        self._trimmed = self._rounds.give_back(self._running, self._waiting, places)
         # What will run once all that fit are admitted: the first of many must not draft as if it were alone.
         self._batch_size = min(len(self._requests), self.config.max_num_seqs)
         self._flying_shape = self._shape
