@@ -9,6 +9,9 @@ import pytest
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError
+from draftwise.sched import rounds as sched_rounds
+from draftwise.sched import scheduler
+from draftwise.types import StepPlan, StepResult
 from tests.native import native_or_skip
 
 PROMPTS = ["def main(", "class Point:\n    def __init__(self, x, y", "import os\nimport sys\n\nfor name in"]
@@ -69,6 +72,43 @@ def test_nobody_misses_the_blocks_that_rounds_take(blocks: int) -> None:
             llm.check_integrity()
             preempted.append(llm._engine.core.scheduler.num_preemptions)
         assert preempted[0] == preempted[1]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_comes_meanwhile_waits_for_one_round(comes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_or_skip()
+    for module in (sched_rounds, scheduler):  # there is time for all rounds, whatever the machine
+        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    with LLM(speculative_config={"method": "none"}) as llm:
+        assert llm._engine is not None
+        core, processor = llm._engine.core, llm._engine.processor
+
+        def ask() -> int:
+            params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+            (request,) = processor.group(PROMPTS[0], params).requests
+            core.add(request)
+            return request.rid
+
+        first = ask()
+        execute = core.executor.execute
+        taken: list[int] = []
+
+        def executed(plan: StepPlan) -> StepResult:
+            if len(taken) == 4:  # the plan is made: as another thread would
+                if comes:
+                    ask()
+                else:
+                    core.cancel(first)
+            result = execute(plan)
+            taken.append(result.num_rounds)
+            return result
+
+        monkeypatch.setattr(core.executor, "execute", executed)
+        while core.has_work:
+            core.step()
+        assert taken[3:6] == ([8, 1, 1] if comes else [8, 1]), "the second request reads its prompt in a step of its own"
+        assert taken[-1] > 1 or not comes
+        llm.check_integrity()
 
 
 def test_where_there_are_none() -> None:

@@ -88,10 +88,12 @@ class EngineCore:
         """Queue a request; raises RequestError if it can never be served."""
         with self.lock:
             self.scheduler.add(request)
+            self.executor.hurry(True)
 
     def cancel(self, rid: int) -> bool:
         """Stop a request; False if it had ended."""
         with self.lock:
+            self.executor.hurry(True)
             return self.scheduler.cancel(rid)
 
     def step(self) -> list[RequestUpdate]:
@@ -126,6 +128,7 @@ class EngineCore:
     def _step(self) -> list[RequestUpdate]:
         start = self.clock()
         with self.lock:
+            self.executor.hurry(False)
             plan = self.scheduler.schedule()
         try:
             result = self.executor.execute(plan)

@@ -74,6 +74,7 @@ class EngineThread:
         with self.wakeup:
             self.check_alive()
             self._between.append((work, done))
+            self._core.executor.hurry(True)
             self.wakeup.notify()
         return done
 

@@ -54,6 +54,10 @@ class Executor(ABC):
         of theirs."""
         return 0
 
+    def hurry(self, now: bool) -> None:  # noqa: B027
+        """``now``: a step that is computed in another thread ends behind the round that it is in, because somebody
+        waits for its end. Not ``now``: the next step need not, for it is about to be planned with all that wait."""
+
     @property
     def most_rounds(self) -> int:
         """Rounds that a step may have at most (`StepPlan.rounds`)."""

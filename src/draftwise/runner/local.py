@@ -138,6 +138,10 @@ class LocalExecutor(Executor):
     def most_rounds(self) -> int:
         return 1 if self._rounds is None else MOST_ROUNDS
 
+    def hurry(self, now: bool) -> None:
+        if self._rounds is not None:
+            self._rounds.hurry(now)
+
     def launch(self, plan: StepPlan) -> Launched:
         seats = self.seats
         if seats is None:

@@ -99,6 +99,11 @@ class RoundSteps:
         self._asked: tuple[Members, bool] | None = None
         """The newest requests, and whether their drafters must be shown steps."""
         self._pools = _slot_pools(storage)
+        self._hurry = array("i", [0])
+
+    def hurry(self, now: bool) -> None:
+        """See `Executor.hurry`."""
+        self._hurry[0] = now
 
     def run(self, plan: StepPlan, rows: Mapping[int, Row]) -> tuple[StepResult, Members, Wanted] | None:
         """Compute a step, if it can be computed so; None: it cannot, and nothing has changed. Its drafts have been made
@@ -192,7 +197,7 @@ class RoundSteps:
         record.requests, record.books = len(members.rows), members.places_at
         record.block_size = self._block_size
         record.rounds, record.most_ns = plan.rounds, int(1e9 * plan.round_seconds)
-        record.most_nodes = nodes
+        record.hurry, record.most_nodes = self._hurry.buffer_info()[0], nodes
         record.wanted, record.budgets = columns.num_draft.buffer_info()[0], columns.budgets.buffer_info()[0]
         results = room.results
         record.program, record.room = room.program.pointer, room.rows

@@ -12,9 +12,9 @@ from draftwise.sched.shares import Shares
 from draftwise.sched.taking import Books, Members
 from draftwise.types import RoundCuts
 
-ROUND_SECONDS = 0.004
-"""Steps of several rounds take about so long at most: nobody sees that text comes in pieces of it, and a new request
-does not wait for longer."""
+ROUND_SECONDS = 0.008
+"""Steps of several rounds take about so long at most: nobody sees that text comes in pieces of it. Who comes meanwhile
+waits for the round that is computed, not for the others (`Executor.hurry`)."""
 
 
 class RoundRoom:

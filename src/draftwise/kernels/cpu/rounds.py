@@ -41,6 +41,7 @@ class RoundsRecord(ctypes.Structure):
         ("block_size", _I64),
         ("rounds", _I64),
         ("most_ns", _I64),
+        ("hurry", _PTR),
         ("most_nodes", _I64),
         ("wanted", _PTR),
         ("cuts", _PTR),

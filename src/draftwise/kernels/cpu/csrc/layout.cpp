@@ -55,7 +55,7 @@ const Field fields[] = {
     DW_FIELD(BookDrafts, noise), DW_FIELD(BookDrafts, scratch), DW_FIELD(BookDrafts, scratch_each),
     DW_FIELD(BookDrafts, together), DW_FIELD(BookDrafts, rows), DW_FIELD(BookDrafts, head_rows),
     DW_FIELD(Rounds, requests), DW_FIELD(Rounds, books), DW_FIELD(Rounds, block_size), DW_FIELD(Rounds, rounds),
-    DW_FIELD(Rounds, most_ns), DW_FIELD(Rounds, most_nodes), DW_FIELD(Rounds, wanted), DW_FIELD(Rounds, cuts), DW_FIELD(Rounds, outcomes),
+    DW_FIELD(Rounds, most_ns), DW_FIELD(Rounds, hurry), DW_FIELD(Rounds, most_nodes), DW_FIELD(Rounds, wanted), DW_FIELD(Rounds, cuts), DW_FIELD(Rounds, outcomes),
     DW_FIELD(Rounds, program), DW_FIELD(Rounds, pass), DW_FIELD(Rounds, room), DW_FIELD(Rounds, logits),
     DW_FIELD(Rounds, vocab), DW_FIELD(Rounds, pools), DW_FIELD(Rounds, num_pools), DW_FIELD(Rounds, drafter),
     DW_FIELD(Rounds, budgets), DW_FIELD(Rounds, method), DW_FIELD(Rounds, indexes), DW_FIELD(Rounds, global),

@@ -233,7 +233,7 @@ void run(Rounds& ask, Pool* pool) {
     ask.done++;
     const int64_t end = now();
     ask.forward_ns += passed - laid, ask.verify_ns += decided - passed, ask.draft_ns += end - decided;
-    if (!ask.drafted || end - begun + (end - start) > ask.most_ns) return;
+    if (!ask.drafted || end - begun + (end - start) > ask.most_ns || __atomic_load_n(ask.hurry, __ATOMIC_RELAXED)) return;
     start = end;
   }
 }

@@ -23,6 +23,7 @@ struct Rounds {
   int64_t block_size;
   int64_t rounds;            // at most
   int64_t most_ns;           // another round begins only if it would end before that, if it takes as long as the one before
+  const int32_t* hurry;      // not 0: no other round begins; other threads write it meanwhile
   int64_t most_nodes;        // to verify in one round
   const int32_t* wanted;     // [requests] nodes to verify in the first round, at most
   const uint8_t* cuts;       // [requests, OUTCOMES, MOST_DRAFTS + 1] how many of so many nodes that wait are verified in later rounds, by
