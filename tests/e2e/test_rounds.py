@@ -47,6 +47,54 @@ def test_the_same_text_from_fewer_steps(method: str, control: str) -> None:
             assert fewer <= steps
 
 
+DRAFTERS: list[dict[str, Any]] = [
+    {"method": "ngram"},
+    {"method": "suffix"},
+    {"method": "draft_model"},
+    {"method": "mtp"},
+    {"method": "mtp", "speculative_token_tree": [[0], [1], [0, 0]]},
+    {"method": "eagle3"},
+    {"method": "medusa", "num_speculative_tokens": 3},
+    {"method": "medusa", "num_speculative_tokens": 3, "speculative_token_tree": [[0], [1], [0, 0]]},
+    {"method": "hybrid"},
+    {"method": "hybrid", "hybrid_lookup": "ngram", "hybrid_min_match": 2},
+    {"method": "hybrid", "hybrid_lookup": "ngram", "hybrid_drafter": {"method": "draft_model"}},
+]
+
+
+@pytest.mark.parametrize("spec", DRAFTERS, ids=lambda spec: "-".join(map(str, spec.values())))
+def test_drafts_are_those_of_steps_with_one_round(
+    spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the rule ``rejection`` the text of a seed depends on what was drafted, and on its distribution."""
+    native_or_skip()
+    for module in (sched_rounds, scheduler):
+        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    options: dict[str, Any] = {"speculative_config": spec, "speculation_control": "static"}
+    params = [
+        SamplingParams(temperature=t, seed=i, max_tokens=70 + 9 * i, speculation={"rule": "rejection"})
+        for i, t in enumerate((0.7, 0.9, 0.0))
+    ]
+    if "speculative_token_tree" in spec:  # trees that are drawn are Python's
+        params = [SamplingParams(temperature=0.0, max_tokens=70 + 9 * i) for i in range(3)]
+    found = []
+    for rounds in (1, 8):
+        with LLM(rounds_per_step=rounds, **options) as llm:
+            outputs = [llm.generate(PROMPTS[:n], params[:n], use_tqdm=False) for n in (3, 1)]
+            counts = llm.stats().speculation
+            assert llm._engine is not None
+            found.append(
+                (
+                    [o.outputs[0].token_ids for own in outputs for o in own],
+                    (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens),
+                )
+            )
+            if rounds > 1:
+                assert llm._engine.core.totals.num_steps > 1.5 * llm._engine.core.scheduler._step
+            llm.check_integrity()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("blocks", [24, 40, 64, 120, 240])
 def test_nobody_misses_the_blocks_that_rounds_take(blocks: int) -> None:
     """Where blocks are short, requests are admitted, draft and lose their places as without rounds: the text of a seed
@@ -106,7 +154,7 @@ def test_who_comes_meanwhile_waits_for_one_round(comes: bool, monkeypatch: pytes
         monkeypatch.setattr(core.executor, "execute", executed)
         while core.has_work:
             core.step()
-        assert taken[3:6] == ([8, 1, 1] if comes else [8, 1]), "the second request reads its prompt in a step of its own"
+        assert taken[3:6] == ([8, 1, 1] if comes else [8, 1])
         assert taken[-1] > 1 or not comes
         llm.check_integrity()
 

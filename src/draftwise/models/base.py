@@ -193,7 +193,7 @@ class DecoderModel(ABC):
         """The pass that `forward_logits` replays with these captured layers, if that is all it does."""
         return None
 
-    def round_passes(self, asked: BookDrafts, kv: KVStorage) -> RoundPasses | None:
+    def round_passes(self, asked: BookDrafts, kv: KVStorage, rows: int) -> RoundPasses | None:
         """`draft_books` behind every round of several (`BookPasses.for_rounds`); None: it cannot."""
         return None
 

@@ -96,9 +96,9 @@ class RecordedDecoder(WrappedDecoder):
         books = self._book_passes(kv)
         return None if books is None else books.draft(asked)
 
-    def round_passes(self, asked: BookDrafts, kv: KVStorage) -> RoundPasses | None:
+    def round_passes(self, asked: BookDrafts, kv: KVStorage, rows: int) -> RoundPasses | None:
         books = self._book_passes(kv)
-        return None if books is None else books.for_rounds(asked)
+        return None if books is None else books.for_rounds(asked, rows)
 
     def _book_passes(self, kv: KVStorage) -> BookPasses | None:
         program = self._program(kv, ())

@@ -206,10 +206,11 @@ class RoundDrafter(ABC):
 
     @abstractmethod
     def round_drafts(
-        self, columns: DraftColumns, rounds: int
+        self, columns: DraftColumns, rounds: int, rows: int
     ) -> tuple[RoundDrafts, RoundFeatures | None] | None:
         """How it drafts for these requests behind each of the next ``rounds`` rounds, and what it reads of the target
-        then; what it has stored and read is written down by the call. None: not here, and nothing has changed."""
+        then; what it has stored and read is written down by the call. ``rows``: of the target's pass of a round, at
+        most. None: not here, and nothing has changed."""
 
     def after_rounds(self, answer: RoundAnswer) -> None:  # noqa: B027
         """The rounds of the latest `round_drafts` were computed. Where no drafts wait, they are asked for next."""

@@ -12,6 +12,7 @@ import numpy as np
 from draftwise.graphs.seats.drafter import Joined, SeatedDrafter
 from draftwise.graphs.seats.lookup import LookUp as SeatedLookUp
 from draftwise.kernels.cpu.book_drafts import ANY_LENGTH, InBooks
+from draftwise.kernels.cpu.rounds import RoundDrafts, RoundFeatures, RoundHybrid, RoundPasses
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.columns import (
     ColumnDrafter,
@@ -21,6 +22,8 @@ from draftwise.propose.columns import (
     DraftColumns,
     DraftPart,
     ReadColumns,
+    RoundAnswer,
+    RoundDrafter,
     says_itself,
 )
 from draftwise.propose.delegating import DelegatingProposer
@@ -28,6 +31,8 @@ from draftwise.propose.registry import resolve_proposer
 from draftwise.structured.cursor import is_point_mass
 from draftwise.types import IntArray, Proposal
 
+_MOST_READ = 512
+"""Tokens that a draft model has room for when it reads of requests that were looked up for some rounds."""
 DEFAULT_MIN_MATCH = 4
 """Tokens of a match from which on the text's own continuation is trusted more than a model."""
 
@@ -49,12 +54,13 @@ class LookUp(Protocol):
     def seated(self) -> SeatedLookUp | None: ...
 
 
-class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
+class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower, RoundDrafter):
     """Looks the end of the text up first. What follows a match of ``min_match`` tokens or more is the proposal; all
     other requests are drafted by ``model``, together.
 
     The choice depends on committed tokens alone, so it is lossless whatever the model draws. A request that was
-    looked up for some steps is caught up by the model as after steps without drafting. A request with a dynamic
+    looked up for some steps is caught up by the model as after steps without drafting, but in steps of several rounds:
+    there a head reads the features of every round while they are there. A request with a dynamic
     tree gets both in one proposal, whatever the length of the match, if its nodes are point masses.
 
     All other hooks, those for storage and features above all, are the model's: the look-up has neither.
@@ -79,6 +85,7 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
         self._min_match = min_match
         self._model_tokens = model_tokens
         self._asked: dict[int, tuple[DraftRow, bool]] = {}  # rid -> what the model was given, used as it is
+        self._all_read = False  # the model is to read of all requests, so that rounds can follow
 
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
@@ -138,6 +145,7 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
         found = look_up.look_up_columns(columns)
         if found is None:
             return None
+        all_read, self._all_read = self._all_read, False
         block, matches = found
         sizes = block.sizes or [block.tokens.shape[1]] * len(matches)
         trusted = [size > 0 and match >= self._min_match for size, match in zip(sizes, matches, strict=True)]
@@ -147,12 +155,54 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower):
             taken = DraftBlock(np.ascontiguousarray(block.tokens[own]), [sizes[i] for i in own])
             parts.append(DraftPart(own, look_up.name, columns.chosen(own, ANY_LENGTH), taken))
         rest = [i for i, trust in enumerate(trusted) if not trust]
+        if all_read and model.reads_books and own:
+            asked = columns.chosen(range(len(trusted)), self._model_tokens)
+            for i in own:
+                asked.asked[i] = 0
+            drafted = model.draft_columns(asked)
+            if isinstance(drafted, InBooks):  # what was looked up is written over nothing
+                return [DraftPart(rest, model.name, columns.chosen(rest), drafted), *parts]
         if rest:
             asked = columns.chosen(rest, self._model_tokens)
             drafted = model.draft_columns(asked)
             if isinstance(drafted, (DraftBlock, InBooks)):
                 parts.append(DraftPart(rest, model.name, asked, drafted))
         return parts
+
+    @property
+    def in_rounds(self) -> bool:
+        inner: object = self.inner
+        return (
+            isinstance(inner, RoundDrafter)
+            and inner.in_rounds
+            and not says_itself(self, HybridProposer.propose)
+        )
+
+    def round_drafts(
+        self, columns: DraftColumns, rounds: int, rows: int
+    ) -> tuple[RoundDrafts, RoundFeatures | None] | None:
+        look_up, model = self._look_up, self.inner
+        self._all_read = False
+        if rounds < 2 or columns.is_tree or not self.in_rounds:
+            return None
+        if not isinstance(look_up, RoundDrafter) or not isinstance(model, RoundDrafter):
+            return None
+        found = look_up.round_drafts(columns, rounds, rows)
+        if found is None:
+            return None
+        # a model without features reads of those who were looked up when it drafts for them again
+        reads = min(rows * rounds, _MOST_READ)
+        own = model.round_drafts(
+            columns.chosen(range(len(columns.rids)), self._model_tokens), rounds, max(rows, reads)
+        )
+        if own is None or not isinstance(own[0], RoundPasses):
+            self._all_read = True
+            return None
+        return RoundHybrid(found[0], own[0], self._min_match), own[1]
+
+    def after_rounds(self, answer: RoundAnswer) -> None:
+        if isinstance(self.inner, RoundDrafter):
+            self.inner.after_rounds(answer)
 
     @property
     def reads_columns(self) -> bool:

@@ -23,6 +23,7 @@ from draftwise.kernels.cpu.rounds import (
     RoundDrafts,
     RoundElsewhere,
     RoundFeatures,
+    RoundHybrid,
     RoundPasses,
     RoundsCall,
     RoundsRecord,
@@ -31,7 +32,7 @@ from draftwise.kernels.cpu.rounds import (
 )
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
-from draftwise.names import MAX_TREE_NODES, method_number
+from draftwise.names import MAX_TREE_NODES
 from draftwise.propose.columns import RoundAnswer, RoundDrafter, drafts_rounds
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.ordinary import Members, OrdinarySteps
@@ -55,11 +56,10 @@ class _Drafter(NamedTuple):
     proposer: RoundDrafter | None
     drafts: RoundDrafts | None
     features: RoundFeatures | None
-    name: str
 
 
-_NOBODY = _Drafter(None, None, None, "none")
-_ELSEWHERE = _Drafter(None, RoundElsewhere(), None, "none")
+_NOBODY = _Drafter(None, None, None)
+_ELSEWHERE = _Drafter(None, RoundElsewhere(), None)
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class RoundSteps:
         nodes = count * min(max(max(budgets), max(columns.num_draft)), MAX_TREE_NODES)
         if count + nodes > _MOST_ROWS:
             return None
-        drafter = self._drafter(members, columns, plan.rounds)
+        drafter = self._drafter(members, columns, plan.rounds, count + nodes)
         if drafter is None:
             return None
         room = self._room_for(count + nodes)
@@ -146,8 +146,9 @@ class RoundSteps:
         proposer: object = None if method is None else drafting.native(method)
         return not (drafts_rounds(proposer) and proposer.in_rounds)
 
-    def _drafter(self, members: Members, columns: PlanColumns, rounds: int) -> _Drafter | None:
-        """Who drafts behind each round; None: what the target computes has to be shown to somebody."""
+    def _drafter(self, members: Members, columns: PlanColumns, rounds: int, rows: int) -> _Drafter | None:
+        """Who drafts behind each round, of at most so many rows; None: what the target computes has to be shown to
+        somebody."""
         drafting, budgets = self._drafting, columns.budgets
         watched = drafting.observes_for(members.methods) and len(columns.resting) < len(members.rows)
         if not any(budgets):
@@ -155,20 +156,20 @@ class RoundSteps:
         found = None
         told_only = watched and 0 in budgets  # some are told of tokens, and do not draft
         if not columns.resting and not told_only:
-            found = self._native(members, budgets, rounds)
+            found = self._native(members, budgets, rounds, rows)
         if watched and (found is None or found.features is None):
             return None
         return found or _ELSEWHERE
 
-    def _native(self, members: Members, budgets: array[int], rounds: int) -> _Drafter | None:
+    def _native(self, members: Members, budgets: array[int], rounds: int, rows: int) -> _Drafter | None:
         """The drafter of all of them, if native code can draft for it."""
         method = members.method
         proposer: object = None if method is None or members.kind < 1 else self._drafting.native(method)
         if method is None or not drafts_rounds(proposer):
             return None
         wanted = Wanted(members.rows, budgets, members.places)
-        found = proposer.round_drafts(self._placing.columns(wanted), rounds)
-        return None if found is None else _Drafter(proposer, *found, method)
+        found = proposer.round_drafts(self._placing.columns(wanted), rounds, rows)
+        return None if found is None else _Drafter(proposer, *found)
 
     def _room_for(self, rows: int) -> _Room | None:
         """Results with room for so many rows, of the pass that captures what drafters look at."""
@@ -211,7 +212,6 @@ class RoundSteps:
             record.cuts, record.outcomes = cuts[0].buffer_info()[0], cuts[1].buffer_info()[0]
         if drafter.drafts is None:
             return (cuts,)
-        record.method = method_number(drafter.name)
         drafter.drafts.tell(record)
         if drafter.features is not None:
             sources = room.sources(drafter.features.join.layers)
@@ -246,7 +246,7 @@ class RoundSteps:
             forward_time=1e-9 * record.forward_ns,
             verify_time=1e-9 * record.verify_ns,
             draft_time=spent,
-            draft_forward_time=spent if isinstance(drafter.drafts, RoundPasses) else 0.0,
+            draft_forward_time=spent if isinstance(drafter.drafts, (RoundPasses, RoundHybrid)) else 0.0,
         )
         return result, members, wanted
 

@@ -77,14 +77,16 @@ class BookPasses:
             told[:, self._target_ids] = own
         return InBooks(told)
 
-    def for_rounds(self, asked: BookDrafts) -> RoundPasses | None:
+    def for_rounds(self, asked: BookDrafts, rows: int) -> RoundPasses | None:
         """What native code needs to draft so behind every round for the requests that ``asked`` names, as long as
-        nothing else is drafted with these passes. Their features are given by it."""
+        nothing else is drafted with these passes. Their features are given by it. ``rows``: tokens that have to be read
+        then, at most; if there are more, Python drafts."""
         if self._blocks is not None:
             return None
         out = self._output(asked)
         own, told = self._distributions(asked)
-        kept = self._make_room(asked, *self._usual_room(asked))
+        usual, head_rows = self._usual_room(asked)
+        kept = self._make_room(asked, max(usual, rows), head_rows)
         return RoundPasses(
             self._program.pointer, self._program.given_room, out, asked, own, told, self._target_ids, kept
         )

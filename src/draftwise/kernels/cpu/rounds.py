@@ -22,7 +22,9 @@ from draftwise.kernels.cpu.trees import TreeOutput
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 
-_NGRAMS, _SUFFIXES, _CHAINS, _TREES, _ELSEWHERE = range(1, 6)
+_NGRAMS, _SUFFIXES = range(1, 3)
+"""``dw::RoundLookUp``."""
+_CHAINS, _TREES, _ELSEWHERE = range(1, 4)
 """``dw::RoundDrafter``."""
 
 
@@ -53,9 +55,11 @@ class RoundsRecord(ctypes.Structure):
         ("vocab", _I64),
         ("pools", _PTR),
         ("num_pools", _I64),
+        ("look_up", _I64),
         ("drafter", _I64),
         ("budgets", _PTR),
         ("method", _I64),
+        ("shortest", _I64),
         ("indexes", _PTR),
         ("global_", _PTR),
         ("outputs", _PTR),
@@ -131,27 +135,35 @@ class RoundElsewhere(RoundDrafts):
 class RoundNgrams(RoundDrafts):
     """Look-ups of n-grams, each request in an index of its own."""
 
-    def __init__(self, indexes: Sequence[int]) -> None:
-        """``indexes`` [R]: handles."""
-        self._indexes = array("q", indexes)
+    def __init__(self, method: int, indexes: Sequence[int]) -> None:
+        """``method``: number of its name; ``indexes`` [R]: handles."""
+        self._method, self._indexes = method, array("q", indexes)
 
     def tell(self, record: RoundsRecord) -> None:
-        record.drafter, record.indexes = _NGRAMS, self._indexes.buffer_info()[0]
+        record.look_up, record.method = _NGRAMS, self._method
+        record.indexes = self._indexes.buffer_info()[0]
 
 
 class RoundSuffixes(RoundDrafts):
     """Look-ups in suffix trees: the request's own, and that of all outputs."""
 
     def __init__(
-        self, trees: Sequence[int], global_: int | None, outputs: Sequence[int], limits: ctypes.Structure
+        self,
+        method: int,
+        trees: Sequence[int],
+        global_: int | None,
+        outputs: Sequence[int],
+        limits: ctypes.Structure,
     ) -> None:
-        """``trees`` [R]: handles; ``outputs`` [R]: the sequence of each in ``global_``, -1: none; ``limits``:
-        ``dw::SuffixLimits``."""
+        """``method``: number of its name; ``trees`` [R]: handles; ``outputs`` [R]: the sequence of each in ``global_``,
+        -1: none; ``limits``: ``dw::SuffixLimits``."""
+        self._method = method
         self._trees, self._outputs = array("q", trees), array("q", outputs)
         self._global, self._limits = global_, limits
 
     def tell(self, record: RoundsRecord) -> None:
-        record.drafter, record.indexes = _SUFFIXES, self._trees.buffer_info()[0]
+        record.look_up, record.method = _SUFFIXES, self._method
+        record.indexes = self._trees.buffer_info()[0]
         record.global_, record.outputs = self._global, self._outputs.buffer_info()[0]
         record.limits = ctypes.addressof(self._limits)
 
@@ -186,6 +198,25 @@ class RoundPasses(RoundDrafts):
         record.drawn, record.told = self.drawn.data_ptr(), self.told.data_ptr()
         record.draft_vocab = self.drawn.shape[1]
         record.target_ids = None if self.target_ids is None else self.target_ids.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundHybrid(RoundDrafts):
+    """A look-up, and passes for those of whom it found no match of ``shortest`` tokens."""
+
+    found: RoundDrafts
+    passes: RoundPasses
+    shortest: int
+
+    @property
+    def told(self) -> Tensor | None:
+        """See `RoundPasses`."""
+        return self.passes.told
+
+    def tell(self, record: RoundsRecord) -> None:
+        self.found.tell(record)
+        self.passes.tell(record)
+        record.shortest = self.shortest
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ class HeadModel(ABC):
         """What `combine` does, where native code can do it by itself."""
         return None
 
-    def round_passes(self, asked: BookDrafts, kv: KVStorage) -> RoundPasses | None:
+    def round_passes(self, asked: BookDrafts, kv: KVStorage, rows: int) -> RoundPasses | None:
         """As `DecoderModel.round_passes`."""
         return None
 

@@ -184,7 +184,9 @@ class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
     def in_rounds(self) -> bool:
         return self._join is not None and not says_itself(self, HeadProposer.propose)
 
-    def round_drafts(self, columns: DraftColumns, rounds: int) -> tuple[RoundDrafts, RoundFeatures] | None:
+    def round_drafts(
+        self, columns: DraftColumns, rounds: int, rows: int
+    ) -> tuple[RoundDrafts, RoundFeatures] | None:
         steady, join = self._steady, self._join
         if steady is None or join is None or says_itself(self, HeadProposer.propose):
             return None
@@ -195,13 +197,12 @@ class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
             tree = book_tree(columns, self._sample_method)
             if tree is None:
                 return None
-        rows = sum(columns.budgets) + len(columns.rids)
         if self._room is None or self._room.shape[1] < rows:
             self._room = torch.empty((2, rows, self._head.feature_size), dtype=self._head.dtype)
         features = RoundFeatures(join, self._room, steady.counts, self._passes.source.blocks)
         kind = kind_of_columns(columns, self._sample_method)
         self._books.ask(columns.places, columns.asked, kind, steady.features_in(self._room[0]), tree)
-        found = self._head.round_passes(self._books, self._passes.kv)
+        found = self._head.round_passes(self._books, self._passes.kv, rows)
         return None if found is None else (found, features)
 
     def after_rounds(self, answer: RoundAnswer) -> None:

@@ -11,6 +11,7 @@ from draftwise.errors import ConfigError
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.kernels.cpu.library import native_library, why_not_native
 from draftwise.kernels.cpu.rounds import RoundDrafts, RoundNgrams
+from draftwise.names import method_number
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.columns import (
     ColumnDrafter,
@@ -175,14 +176,16 @@ class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
         tokens, sizes, matches = engine.columns(asked, facts.known, wanted, facts.tokens_at)
         return DraftBlock(tokens, sizes), matches
 
-    def round_drafts(self, columns: DraftColumns, rounds: int) -> tuple[RoundDrafts, None] | None:
+    def round_drafts(self, columns: DraftColumns, rounds: int, rows: int) -> tuple[RoundDrafts, None] | None:
         if not isinstance(self._engine, NativeNgrams) or says_itself(self, NgramProposer.propose):
             return None
         if columns.is_tree:
             return None
         found = [index.handle for rid in columns.rids if (index := self._indexes.get(rid)) is not None]
         # an index is made by a request's first look-up
-        return (RoundNgrams(found), None) if len(found) == len(columns.rids) else None
+        if len(found) < len(columns.rids):
+            return None
+        return RoundNgrams(method_number(self.name), found), None
 
     def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
         """The draft of one row, and the length of the match it follows (0: none)."""

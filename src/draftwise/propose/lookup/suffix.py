@@ -17,6 +17,7 @@ from draftwise.errors import ConfigError
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.kernels.cpu.library import NativeLibrary, native_library, why_not_native
 from draftwise.kernels.cpu.rounds import RoundDrafts
+from draftwise.names import method_number
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.columns import (
     ColumnDrafter,
@@ -152,13 +153,14 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
         )
         return DraftBlock(tokens, sizes), matches
 
-    def round_drafts(self, columns: DraftColumns, rounds: int) -> tuple[RoundDrafts, None] | None:
+    def round_drafts(self, columns: DraftColumns, rounds: int, rows: int) -> tuple[RoundDrafts, None] | None:
         engine = self._engine
         more = rounds * (sum(columns.budgets) + len(columns.rids))
         asked = self._in_columns(columns, sum(columns.facts.known) + more)
         if asked is None or says_itself(self, SuffixProposer.propose) or not isinstance(engine, NativeEngine):
             return None
-        return engine.rounds([r.local for r in asked], self._global, [r.output for r in asked]), None
+        method = method_number(self.name)
+        return engine.rounds(method, [r.local for r in asked], self._global, [r.output for r in asked]), None
 
     def _in_columns(self, columns: DraftColumns, tokens: int) -> list[_Request] | None:
         """These requests, if one native call can look up for all of them: they want chains, and as many ``tokens`` as

@@ -149,11 +149,15 @@ class NativeEngine:
         tokens = found[2 * count : (2 + width) * count].reshape(count, width)
         return tokens, found[:count].tolist(), found[count : 2 * count].tolist()
 
-    def rounds(self, locals_: Sequence[Tree], global_: Tree | None, outputs: Sequence[int]) -> RoundSuffixes:
-        """`columns` again and again."""
+    def rounds(
+        self, method: int, locals_: Sequence[Tree], global_: Tree | None, outputs: Sequence[int]
+    ) -> RoundSuffixes:
+        """`columns` again and again, as drafts of a method with this number."""
         assert not isinstance(global_, PythonSuffixTree)
         trees = [local.handle for local in locals_]  # type: ignore[union-attr]
-        return RoundSuffixes(trees, None if global_ is None else global_.handle, outputs, self._limits)
+        return RoundSuffixes(
+            method, trees, None if global_ is None else global_.handle, outputs, self._limits
+        )
 
     def draft(
         self, local: Tree, global_: Tree | None, context_np: IntArray, limits: SuffixLimits

@@ -140,11 +140,11 @@ class ModelProposer(ModelPasses, ColumnDrafter, RoundDrafter):
             self.forward_time += time.perf_counter() - begun
         return found
 
-    def round_drafts(self, columns: DraftColumns, rounds: int) -> tuple[RoundDrafts, None] | None:
+    def round_drafts(self, columns: DraftColumns, rounds: int, rows: int) -> tuple[RoundDrafts, None] | None:
         if not self._ask(columns):
             return None
         assert self._storage is not None and self._books is not None, "allocate comes before propose"
-        found = self._model.round_passes(self._books, self._storage)
+        found = self._model.round_passes(self._books, self._storage, rows)
         if found is None:
             return None
         self._drafts, self._looped = {}, {}

@@ -43,16 +43,18 @@ int64_t longest_chain(const RowBook& book, const BookDrafts& ask, int64_t budget
 
 // Whether the requests can be drafted for; then `rows` are theirs. `offset`: of keys from positions.
 // Example: 12 known tokens, of which the drafter has 10: rows of tokens 10 and 11. A request that may have no draft has no rows.
-bool take(const BookDrafts& ask, int64_t offset, BookRows& rows) {
+// `reads_on`: but if its budget is 0 and the drafter reads features, it has those of its features.
+bool take(const BookDrafts& ask, int64_t offset, BookRows& rows, bool reads_on = false) {
   rows.clear();
   const bool reads = ask.counts != nullptr;
   int64_t features = 0;
   for (int64_t r = 0; r < ask.requests; r++) {
     RowBook& book = *ask.books[r];
     if (book.kind < 1 || book.kind != ask.books[0]->kind) return false;
-    const int64_t length = longest_chain(book, ask, ask.budgets[r]), known = book.num_tokens;
-    if (length < 1 && reads) return false;  // its features would wait
-    if (length < 1) continue;
+    const bool none = ask.budgets[r] == 0 && reads && reads_on;
+    const int64_t longest = longest_chain(book, ask, none ? 1 : ask.budgets[r]), length = none ? 0 : longest, known = book.num_tokens;
+    if (longest < 1 && reads) return false;  // its features would wait
+    if (longest < 1) continue;
     require(0 < known && known <= book.capacity && known <= book.num_blocks * ask.block_size, "known tokens, and blocks for them");
     int64_t first = known - 1;
     if (reads) {
@@ -172,7 +174,7 @@ bool has_room(BookDrafts& ask, int64_t rows, int64_t head_rows) {
 int64_t chains(const Passes& passes, const ChainOutput& wanted, BookDrafts& ask) {
   static thread_local BookRows rows;
   static thread_local Part part;
-  if (!take(ask, wanted.key_offset, rows)) return NOT_SO;
+  if (!take(ask, wanted.key_offset, rows, passes.block == nullptr)) return NOT_SO;
   const size_t requests = rows.books.size();
   if (requests == 0) return DRAFTED;
   if (!has_room(ask, (int64_t)rows.ids.size(), (int64_t)requests)) return NO_ROOM;

@@ -322,7 +322,12 @@ void dw::draw_all(Pool* pool, const float* logits, const ChainOutput* out, int64
 }
 
 void dw::draft_chains(const Program* program, Pool* pool, const PassInput* first, const ChainOutput* out) {
-  require(out->steps > 0, "a token to draft");
+  if (out->steps == 0) {  // nobody wants any: rows are read
+    PassInput pass = *first;
+    pass.head_rows = 0;
+    run_pass(program, pool, &pass);
+    return;
+  }
   const size_t requests = (size_t)first->batch.requests, bytes = out->feature_in >= 0 ? (size_t)out->feature_bytes : 0;
   PassInput pass = *first;
   std::vector<void*> externals(first->externals, first->externals + program->num_externals);

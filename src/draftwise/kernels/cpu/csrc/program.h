@@ -90,7 +90,7 @@ struct ChainOutput {
   int32_t feature_in;         // the external buffer of the rows of features; -1: none
   int32_t feature_out;        // where a pass leaves those of the next one
   int32_t stream;             // NoiseStream or NO_NOISE
-  const int32_t* lengths;     // [requests] tokens of each, at least one; null: `steps` of them. What is behind is not written
+  const int32_t* lengths;     // [requests] tokens of each; null: `steps` of them. Behind the first one no more are written
 };
 
 struct Program;
@@ -103,7 +103,7 @@ bool run_pass(const Program*, Pool*, const PassInput*);
 // request 0, 1, 2, ...
 void draw_all(Pool*, const float* logits, const ChainOutput*, int64_t requests, int64_t step, const int32_t* going = nullptr);
 
-// Continues each request of a first pass, which has one head row for each; in the others each request has one row. The external
+// Continues each request of a first pass by `steps` drafts at most, which has one head row for each; in the others each request has one row. The external
 // buffers of the results must have room for one row per request, and block tables reach as far as tokens are fed.
 void draft_chains(const Program*, Pool*, const PassInput* first, const ChainOutput*);
 

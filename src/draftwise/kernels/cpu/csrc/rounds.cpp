@@ -25,7 +25,9 @@ struct Memory {
   std::vector<uint64_t> ancestors, q_at;
   std::vector<VerifyDraw> draws;
   std::vector<int64_t> rows, moves, read, columns;
-  std::vector<int32_t> drafts, sizes, filled;
+  std::vector<int32_t> drafts, sizes, filled, most, own_budgets;
+  std::vector<RowBook*> found_books;
+  int64_t width;  // of what is looked up
   std::vector<void*> externals;
   std::vector<const void*> joined;
   std::vector<char> picked;
@@ -144,11 +146,12 @@ void read_features(Rounds& ask, Pool* pool, Memory& m) {
   }
 }
 
-bool look_up(const Rounds& ask, Memory& m) {
+// What was looked up of each request: `m.drafts`, `m.sizes`. With a drafter besides, short matches are no drafts.
+void look_up(const Rounds& ask, Memory& m) {
   const size_t count = (size_t)ask.requests;
   int64_t width = 0;
   for (size_t r = 0; r < count; r++) width = std::max<int64_t>(width, std::min<int64_t>(ask.budgets[r], MOST_DRAFTS));
-  const bool suffixes = ask.drafter == SUFFIXES;
+  const bool suffixes = ask.look_up == SUFFIXES;
   m.columns.resize(count * (suffixes ? 8 : 5));
   for (size_t r = 0; r < count; r++) {
     const RowBook& book = *ask.books[r];
@@ -163,21 +166,50 @@ bool look_up(const Rounds& ask, Memory& m) {
     }
   }
   m.drafts.assign(count * (2 + 2 * (size_t)width), 0);
-  m.sizes.resize(count), m.filled.assign(count, -1);
-  const int32_t* tokens = m.drafts.data() + (suffixes ? 2 : 1) * count;
+  m.sizes.resize(count), m.width = width;
+  const int32_t* matches = m.drafts.data();
   if (suffixes) {
     suffix_steps(ask.requests, ask.global, ask.limits, m.columns.data(), width, m.drafts.data());
     std::copy(m.drafts.begin(), m.drafts.begin() + (ptrdiff_t)count, m.sizes.begin());
+    matches += count;
   } else {
     ngram_step(ask.requests, m.columns.data(), width, m.drafts.data());
     for (size_t r = 0; r < count; r++) m.sizes[r] = m.drafts[r] ? (int32_t)m.columns[4 * count + r] : 0;
   }
-  const PlacedDrafts drafts{width, tokens, nullptr, m.sizes.data(), ask.budgets, m.filled.data(), false, ask.vocab, nullptr, ask.method};
-  return place_drafts(ask.requests, ask.books, ask.block_size, drafts) < 0;
+  for (size_t r = 0; r < count && ask.drafter != NO_PASSES; r++)
+    if (matches[r] < ask.shortest) m.sizes[r] = 0;
+}
+
+// Writes what was looked up into the books; with a drafter besides, of those of whom something was.
+bool place_found(const Rounds& ask, Memory& m) {
+  const size_t count = (size_t)ask.requests, width = (size_t)m.width;
+  int32_t* tokens = m.drafts.data() + (ask.look_up == SUFFIXES ? 2 : 1) * count;
+  m.found_books.clear(), m.most.clear();
+  for (size_t r = 0; r < count; r++) {
+    if (m.sizes[r] == 0 && ask.drafter != NO_PASSES) continue;
+    const size_t to = m.found_books.size();
+    if (to < r) std::copy(tokens + r * width, tokens + (r + 1) * width, tokens + to * width);
+    m.sizes[to] = m.sizes[r];
+    m.found_books.push_back(ask.books[r]);
+    m.most.push_back(ask.budgets[r]);
+  }
+  m.filled.assign(m.most.size(), -1);
+  const PlacedDrafts drafts{m.width, tokens, nullptr, m.sizes.data(), m.most.data(), m.filled.data(), false, ask.vocab, nullptr, ask.method};
+  return place_drafts((int64_t)m.most.size(), m.found_books.data(), ask.block_size, drafts) < 0;
 }
 
 bool run_drafter(Rounds& ask, Pool* pool, Memory& m) {
-  BookDrafts& books = *ask.ask;
+  BookDrafts books = *ask.ask;
+  if (ask.look_up != NO_LOOK_UP) {  // what was found needs no drafts; a head reads of it anyway, while its features are there
+    m.own_budgets.assign(books.budgets, books.budgets + books.requests);
+    bool nobody = ask.features == nullptr;
+    for (size_t r = 0; r < m.own_budgets.size(); r++) {
+      if (m.sizes[r]) m.own_budgets[r] = 0;
+      nobody &= m.own_budgets[r] == 0;
+    }
+    if (nobody) return true;
+    books.budgets = m.own_budgets.data();
+  }
   PassInput pass = *ask.draft_pass;
   m.externals.assign(pass.externals, pass.externals + num_externals(ask.drafting));
   pass.externals = m.externals.data();
@@ -198,14 +230,15 @@ bool run_drafter(Rounds& ask, Pool* pool, Memory& m) {
 
 // Whether drafts wait now; if not, Python asks for them, and learns why.
 bool draft(Rounds& ask, Pool* pool, Memory& m) {
-  if (ask.drafter == NO_DRAFTS) return true;
+  if (ask.drafter == NO_PASSES && ask.look_up == NO_LOOK_UP) return true;
   if (ask.drafter == ELSEWHERE) return false;
   for (int64_t r = 0; r < ask.requests; r++) {
     const RowBook& book = *ask.books[r];
     if (book.drafting_failed || book.max_total - book.num_tokens < 2) return false;
   }
   try {
-    return ask.drafter == NGRAMS || ask.drafter == SUFFIXES ? look_up(ask, m) : run_drafter(ask, pool, m);
+    if (ask.look_up != NO_LOOK_UP) look_up(ask, m);
+    return (ask.drafter == NO_PASSES || run_drafter(ask, pool, m)) && (ask.look_up == NO_LOOK_UP || place_found(ask, m));
   } catch (...) {
     return false;
   }

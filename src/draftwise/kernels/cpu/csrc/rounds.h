@@ -13,8 +13,9 @@ namespace dw {
 // verified at all, or there was none.
 enum Outcome : uint8_t { NOTHING = 0, SOME = 1, ALL = 2, UNKNOWN = 3, OUTCOMES = 4 };
 
-// Who drafts. ELSEWHERE: Python, behind the first round.
-enum RoundDrafter : int64_t { NO_DRAFTS = 0, NGRAMS = 1, SUFFIXES = 2, CHAINS = 3, TREES = 4, ELSEWHERE = 5 };
+// Who looks up, and whose passes draft for those of whom nothing was found. ELSEWHERE: Python, behind the first round.
+enum RoundLookUp : int64_t { NO_LOOK_UP = 0, NGRAMS = 1, SUFFIXES = 2 };
+enum RoundDrafter : int64_t { NO_PASSES = 0, CHAINS = 1, TREES = 2, ELSEWHERE = 3 };
 
 // R requests that all decode and are all decided in columns. Mirrored by rounds.py.
 struct Rounds {
@@ -38,10 +39,11 @@ struct Rounds {
   const SlotPool* pools;     // [num_pools] storages of keys, where accepted nodes of trees move together
   int64_t num_pools;
   // Drafts.
-  int64_t drafter;           // a RoundDrafter
+  int64_t look_up, drafter;  // a RoundLookUp, a RoundDrafter
   const int32_t* budgets;    // [requests] drafts of each, at most
-  int64_t method;            // number of the drafter's name
-  const int64_t* indexes;    // [requests] of look-ups: what they look up in
+  int64_t method;            // number of the look-up's name
+  int64_t shortest;          // tokens of a match that is trusted more than the drafter, if there are both
+  const int64_t* indexes;    // [requests] what is looked up in
   void* global;              // SUFFIXES: the tree of all outputs, or null
   const int64_t* outputs;    // [requests] SUFFIXES: which sequence of it is the request's
   const SuffixLimits* limits;
@@ -49,7 +51,7 @@ struct Rounds {
   const PassInput* draft_pass;
   const ChainOutput* chains;
   const TreeOutput* trees;
-  BookDrafts* ask;
+  BookDrafts* ask;           // its budgets are those of requests of which no match was found
   const int64_t* target_ids;  // tokens of the drafter's vocabulary, or null: these are the target's
   int64_t draft_vocab;
   const float* drawn;        // [requests * drafts, draft_vocab] what it draws from, and
