@@ -93,7 +93,7 @@ class Stopwatch:
             answer = counted(pool, record)
             whole = time.perf_counter() - start
             passes = (
-                record.forward_ns + record.verify_ns + (record.draft_ns if record.drafter in (1, 2) else 0)
+                record.forward_ns + record.verify_ns + (record.draft_ns if record.drafter in (1, 2, 3) else 0)
             )
             self.spent -= max(whole - 1e-9 * passes, 0.0)
             return answer

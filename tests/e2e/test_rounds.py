@@ -59,6 +59,7 @@ DRAFTERS: list[dict[str, Any]] = [
     {"method": "hybrid"},
     {"method": "hybrid", "hybrid_lookup": "ngram", "hybrid_min_match": 2},
     {"method": "hybrid", "hybrid_lookup": "ngram", "hybrid_drafter": {"method": "draft_model"}},
+    {"method": "hybrid", "hybrid_drafter": {"method": "medusa", "num_speculative_tokens": 2}},
 ]
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tests.fakes.medusa import expected_logits, random_heads, save_heads, save_medusa, vllm_names
+from tests.native import native_or_skip
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Ops
+from draftwise.kernels.cpu.ops import NativeOps
+from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.heads.base import TargetLink
 from draftwise.models.heads.loading import load_medusa
@@ -57,6 +60,31 @@ def test_vllms_form(tmp_path: Path, layers: int) -> None:
     check(
         load(save_heads(tmp_path, vllm_names(tensors, layers), config, "model.safetensors")), tensors, layers
     )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("layers", "shared"), [(1, False), (1, True), (3, False)])
+def test_in_one_native_call(
+    tmp_path: Path, layers: int, shared: bool, dtype: torch.dtype, threads: int
+) -> None:
+    """The same numbers, and the same bits for any number of heads and any rows beside them."""
+    library = native_or_skip()
+    ops = NativeOps(library, ThreadPool(library, threads), dtype)
+    tensors = random_heads(HIDDEN, VOCAB, layers=layers)
+    for i in range(3 if shared else 0):
+        tensors[f"{i}.{layers}.weight"] = tensors[f"0.{layers}.weight"].clone()
+    config = {"medusa_num_heads": 3, "medusa_num_layers": layers, "original_lm_head": shared}
+    heads = load_medusa(
+        Path(save_heads(tmp_path, tensors, config, "model.safetensors")), make_link(ops, HIDDEN, VOCAB), ops
+    )
+    assert heads.native is not None
+    hidden = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = heads.logits(hidden, 3)
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.06}
+    for i in range(3):
+        torch.testing.assert_close(got[i], expected_logits(tensors, hidden, i, layers), **close)
+    torch.testing.assert_close(heads.logits(hidden[2:3], 2), got[:2, 2:3], rtol=0, atol=0)
 
 
 def test_prefix_of_the_name(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from draftwise.graphs.seats.drafter import Joined, SeatedDrafter
 from draftwise.graphs.seats.lookup import LookUp as SeatedLookUp
 from draftwise.kernels.cpu.book_drafts import ANY_LENGTH, InBooks
-from draftwise.kernels.cpu.rounds import RoundDrafts, RoundFeatures, RoundHybrid, RoundPasses
+from draftwise.kernels.cpu.rounds import RoundDrafts, RoundFeatures, RoundHybrid
 from draftwise.propose.base import DraftRow, Proposer, ProposerContext
 from draftwise.propose.columns import (
     ColumnDrafter,
@@ -195,7 +195,7 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower, RoundDra
         own = model.round_drafts(
             columns.chosen(range(len(columns.rids)), self._model_tokens), rounds, max(rows, reads)
         )
-        if own is None or not isinstance(own[0], RoundPasses):
+        if own is None:
             self._all_read = True
             return None
         return RoundHybrid(found[0], own[0], self._min_match), own[1]

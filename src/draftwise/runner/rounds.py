@@ -23,8 +23,6 @@ from draftwise.kernels.cpu.rounds import (
     RoundDrafts,
     RoundElsewhere,
     RoundFeatures,
-    RoundHybrid,
-    RoundPasses,
     RoundsCall,
     RoundsRecord,
     SlotPool,
@@ -229,7 +227,7 @@ class RoundSteps:
         done, drafted = record.done, bool(record.drafted)
         if drafter.proposer is not None:
             drafter.proposer.after_rounds(RoundAnswer(done, drafted))
-            told = getattr(drafter.drafts, "told", None)
+            told = None if drafter.drafts is None else drafter.drafts.told
             if told is not None:
                 for row in members.rows:
                     row.keep_q(told)
@@ -246,7 +244,7 @@ class RoundSteps:
             forward_time=1e-9 * record.forward_ns,
             verify_time=1e-9 * record.verify_ns,
             draft_time=spent,
-            draft_forward_time=spent if isinstance(drafter.drafts, (RoundPasses, RoundHybrid)) else 0.0,
+            draft_forward_time=spent if drafter.drafts is not None and drafter.drafts.computes else 0.0,
         )
         return result, members, wanted
 

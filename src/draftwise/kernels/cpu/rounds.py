@@ -7,14 +7,16 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from draftwise.kernels.cpu.book_drafts import BookDrafts, BookRecord
+from draftwise.kernels.cpu.book_drafts import STREAM_OF, BookDrafts, BookRecord, Kind
 from draftwise.kernels.cpu.chains import ChainOutput
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import NativeLinear
+from draftwise.kernels.cpu.medusa import MedusaRecord, NativeMedusa
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.program import PassInput
 from draftwise.kernels.cpu.records import check_record
@@ -24,7 +26,7 @@ _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 
 _NGRAMS, _SUFFIXES = range(1, 3)
 """``dw::RoundLookUp``."""
-_CHAINS, _TREES, _ELSEWHERE = range(1, 4)
+_CHAINS, _TREES, _GUESSES, _ELSEWHERE = range(1, 5)
 """``dw::RoundDrafter``."""
 
 
@@ -32,6 +34,22 @@ class SlotPool(ctypes.Structure):
     """``dw::SlotPool``."""
 
     _fields_ = (("at", _PTR), ("layers", _I64), ("layer_bytes", _I64), ("slots", _I64), ("slot_bytes", _I64))
+
+
+class GuessesRecord(ctypes.Structure):
+    """``dw::Guesses``."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(MedusaRecord)),
+        ("budgets", _PTR),
+        ("max_len", _I64),
+        ("stream", _I64),
+        ("target_ids", _PTR),
+        ("q", _PTR),
+        ("tree", _PTR),
+        ("nodes", _I64),
+        ("method", _I64),
+    )
 
 
 class RoundsRecord(ctypes.Structure):
@@ -68,6 +86,7 @@ class RoundsRecord(ctypes.Structure):
         ("draft_pass", ctypes.POINTER(PassInput)),
         ("chains", ctypes.POINTER(ChainOutput)),
         ("trees", ctypes.POINTER(TreeOutput)),
+        ("guesses", _PTR),
         ("ask", ctypes.POINTER(BookRecord)),
         ("target_ids", _PTR),
         ("draft_vocab", _I64),
@@ -109,6 +128,7 @@ class RoundsCall:
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         """Raises ConfigError if the library lays the record out in another way."""
         check_record(library, "Rounds", RoundsRecord, _NAMES_IN_C)
+        check_record(library, "Guesses", GuessesRecord)
         self._run = library.function("dw_rounds", None, [_PTR, ctypes.POINTER(RoundsRecord)])
         self._pool = pool
 
@@ -119,6 +139,16 @@ class RoundsCall:
 
 class RoundDrafts(ABC):
     """How native code drafts for some requests behind each round."""
+
+    __slots__ = ()
+
+    computes: ClassVar[bool] = False
+    """Whether a model does."""
+
+    @property
+    def told(self) -> Tensor | None:
+        """[n, V] float32: what drafts are drawn from, to which the books point; None: they are point masses."""
+        return None
 
     @abstractmethod
     def tell(self, record: RoundsRecord) -> None:
@@ -172,7 +202,7 @@ class RoundSuffixes(RoundDrafts):
 class RoundPasses(RoundDrafts):
     """Passes of a draft model or of a head, see `BookPasses.for_rounds`.
 
-    ``drawn`` [n, Vd] and ``told`` [n, V] float32: what drafts are drawn from, and the same over the target's
+    ``drawn`` [n, Vd] and ``q`` [n, V] float32: what drafts are drawn from, and the same over the target's
     vocabulary; None: they are point masses. ``target_ids`` int64 [Vd]: see `HeadModel.target_ids`. ``kept``: what the
     others point to.
     """
@@ -182,9 +212,15 @@ class RoundPasses(RoundDrafts):
     out: ChainOutput | TreeOutput
     asked: BookDrafts
     drawn: Tensor | None
-    told: Tensor | None
+    q: Tensor | None
     target_ids: Tensor | None
     kept: object
+
+    computes = True
+
+    @property
+    def told(self) -> Tensor | None:
+        return self.q
 
     def tell(self, record: RoundsRecord) -> None:
         record.drafting, record.draft_pass = self.program, ctypes.pointer(self.draft_pass)
@@ -193,29 +229,74 @@ class RoundPasses(RoundDrafts):
             record.drafter, record.trees = _TREES, ctypes.pointer(self.out)
             return
         record.drafter, record.chains = _CHAINS, ctypes.pointer(self.out)
-        if self.drawn is None or self.told is None:
+        if self.drawn is None or self.q is None:
             return
-        record.drawn, record.told = self.drawn.data_ptr(), self.told.data_ptr()
+        record.drawn, record.told = self.drawn.data_ptr(), self.q.data_ptr()
         record.draft_vocab = self.drawn.shape[1]
         record.target_ids = None if self.target_ids is None else self.target_ids.data_ptr()
 
 
-@dataclass(frozen=True, slots=True)
-class RoundHybrid(RoundDrafts):
-    """A look-up, and passes for those of whom it found no match of ``shortest`` tokens."""
+class RoundGuesses(RoundDrafts):
+    """Chains of Medusa's heads, or static trees of their likeliest tokens."""
 
-    found: RoundDrafts
-    passes: RoundPasses
-    shortest: int
+    computes = True
+
+    def __init__(
+        self,
+        heads: NativeMedusa,
+        budgets: array[int],
+        kind: Kind,
+        *,
+        method: int,
+        max_len: int,
+        target_ids: Tensor | None,
+        tree: tuple[Sequence[int], Sequence[int]] | None,
+    ) -> None:
+        """``budgets`` [R]: drafts of each, at most; ``kind``: how chains are drawn, if "sampled" over the target's
+        tokens; ``method``: number of its name; ``max_len``: no draft stands at this position or behind it;
+        ``target_ids`` int64 [Vd]: the token that each drawn id stands for; ``tree``: parents and ranks."""
+        nodes = None if tree is None else array("i", [*tree[0], *tree[1]])
+        self._kept = heads, budgets, target_ids, nodes
+        self._q: Tensor | None = None
+        if kind == "sampled":
+            self._q = torch.empty((len(budgets) * heads.num_heads, heads.vocab_size))
+        self._record = GuessesRecord(
+            layers=ctypes.pointer(heads.record),
+            budgets=budgets.buffer_info()[0],
+            max_len=max_len,
+            stream=STREAM_OF[kind],
+            target_ids=None if target_ids is None else target_ids.data_ptr(),
+            q=None if self._q is None else self._q.data_ptr(),
+            tree=None if nodes is None else nodes.buffer_info()[0],
+            nodes=0 if nodes is None else len(nodes) // 2,
+            method=method,
+        )
 
     @property
     def told(self) -> Tensor | None:
-        """See `RoundPasses`."""
-        return self.passes.told
+        return self._q
+
+    def tell(self, record: RoundsRecord) -> None:
+        record.drafter, record.guesses = _GUESSES, ctypes.addressof(self._record)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundHybrid(RoundDrafts):
+    """A look-up, and a model for those of whom it found no match of ``shortest`` tokens."""
+
+    found: RoundDrafts
+    drafts: RoundDrafts
+    shortest: int
+
+    computes = True
+
+    @property
+    def told(self) -> Tensor | None:
+        return self.drafts.told
 
     def tell(self, record: RoundsRecord) -> None:
         self.found.tell(record)
-        self.passes.tell(record)
+        self.drafts.tell(record)
         record.shortest = self.shortest
 
 
@@ -233,13 +314,13 @@ class RoundFeatures:
     """Where the features of a head come from and go to.
 
     ``values`` [2, n, F]: of the rows that became final, halves in turns; ``counts`` [R] int32: how many of each
-    request; ``blocks`` [blocks, depths, F]: where those of blocks' last tokens are kept.
+    request; ``blocks`` [blocks, depths, F]: where those of blocks' last tokens are kept; None: nowhere.
     """
 
     join: FeatureJoin
     values: Tensor
     counts: array[int]
-    blocks: Tensor
+    blocks: Tensor | None
     _sources: object = field(default=None, init=False)
 
     def tell(self, record: RoundsRecord, sources: Sequence[Tensor]) -> None:
@@ -253,6 +334,8 @@ class RoundFeatures:
         record.features, record.feature_bytes = self.values.data_ptr(), self.values.shape[2] * size
         record.feature_room = self.values.shape[1]
         record.counts = self.counts.buffer_info()[0]
+        if self.blocks is None:
+            return
         record.kept, record.num_kept = self.blocks.data_ptr(), self.blocks.shape[0]
         record.kept_bytes = self.blocks.stride(0) * size
 

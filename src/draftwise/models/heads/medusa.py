@@ -25,6 +25,9 @@ from torch import Tensor
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.cpu.linear import NativeLinear
+from draftwise.kernels.cpu.medusa import NativeMedusa
+from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.models.base import finish_logits
 from draftwise.models.heads.base import TargetLink, logits_tail
 from draftwise.models.heads.tensors import HeadTensors
@@ -184,11 +187,20 @@ class MedusaHeads:
         self._heads: list[Linear] = [ops.pack_head(weight) for weight in self._outputs]
         if not self._heads:
             self._heads = [self._target_head]
+        layers = (self._residual, *self._residuals, *self._heads)
+        self.native: NativeMedusa | None = None
+        """All layers in one call, where that is possible."""
+        if isinstance(ops, NativeOps) and all(isinstance(layer, NativeLinear) for layer in layers):
+            own = [layer for layer in layers if isinstance(layer, NativeLinear)]
+            end = 1 + len(self._residuals)
+            self.native = NativeMedusa(ops.library, ops.pool, own[0], own[1:end], own[end:])
         del self._first, self._first_bias, self._later, self._outputs, self._plan
 
     def logits(self, hidden: Tensor, count: int) -> Tensor:
         """``hidden`` [R, H], the target's of the newest token it has read -> [count, R, Vd] float32: the logits of the
         tokens two, three, ... behind it."""
+        if self.native is not None:
+            return finish_logits(self._ops, self.native.logits(hidden, count), self._tail)
         rows = hidden.shape[0]
         first = self._ops.linear(hidden, self._residual).view(rows, self.num_heads, self._hidden)[:, :count]
         # [count, R, H]: each head's rows dense
@@ -205,6 +217,11 @@ class MedusaHeads:
             for i in range(count):
                 self._ops.logits(states[i], self._heads[i], out=out[i])
         return finish_logits(self._ops, out, self._tail)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether something is done with the output layers' results."""
+        return bool(self._tail)
 
     @property
     def draws(self) -> bool:

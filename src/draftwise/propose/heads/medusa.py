@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -14,7 +15,9 @@ import torch
 from draftwise.errors import ConfigError
 from draftwise.graphs.medusa import GraphedMedusa
 from draftwise.graphs.seats.drafter import SeatedDrafter, seat_loops
+from draftwise.kernels.cpu.rounds import FeatureJoin, RoundDrafts, RoundFeatures, RoundGuesses
 from draftwise.models.heads.medusa import MedusaHeads
+from draftwise.names import method_number
 from draftwise.propose.base import Committed, DraftRow, Proposer, ProposerContext
 from draftwise.propose.chains import (
     ChainDraft,
@@ -31,6 +34,8 @@ from draftwise.propose.columns import (
     DraftBlock,
     DraftColumns,
     ReadColumns,
+    RoundAnswer,
+    RoundDrafter,
     says_itself,
 )
 from draftwise.propose.heads.seated_medusa import SeatedMedusa
@@ -51,7 +56,7 @@ class _Draft(ChainDraft):
     index: int = 0  # among the rows of the call: which column of the logits
 
 
-class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
+class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower, RoundDrafter):
     """Chains, static trees and dynamic trees from the heads' guesses at the next tokens.
 
     The heads read the target's hidden state of the newest token that the target has read. That is always a row of the
@@ -84,6 +89,10 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
         self._rows: dict[int, int] = {}  # see `_newest`
         self._told: tuple[Sequence[int], npt.NDArray[np.int64]] | None = None  # the same of many requests
         self._logits = torch.empty(0)  # [heads, R, Vd] float32, of the rows of the present call
+        self._room: torch.Tensor | None = None  # [2, n, H] hidden states of rounds
+        self._rounds: tuple[list[int], array[int]] | None = (
+            None  # of whom, and rows of each in the latest one
+        )
         self._columns: list[int] = []  # of the trees of the present call: index of each in the rows
 
     @classmethod
@@ -245,6 +254,49 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower):
         tokens = best if ids is None else ids.numpy()[best]
         parents = np.tile(np.array(shape.parents, np.int32), (len(columns.rids), 1))
         return DraftBlock(np.ascontiguousarray(tokens, np.int32), parents=parents)
+
+    @property
+    def in_rounds(self) -> bool:
+        heads = self._heads
+        return (
+            heads.native is not None and not heads.finishes and not says_itself(self, MedusaProposer.propose)
+        )
+
+    def round_drafts(
+        self, columns: DraftColumns, rounds: int, rows: int
+    ) -> tuple[RoundDrafts, RoundFeatures] | None:
+        heads, speculation = self._heads, columns.speculation
+        if not self.in_rounds or heads.native is None or speculation.dynamic is not None:
+            return None
+        if columns.is_tree and not columns.greedy:
+            return None
+        kind = kind_of_columns(columns, self._sample_method)
+        if kind == "sampled" and not self._can_draw(kind):
+            return None
+        if self._room is None or self._room.shape[1] < rows:
+            self._room = torch.empty((2, rows, heads.native.inputs), dtype=heads.native.dtype)
+        tree = None
+        if speculation.tree is not None:
+            tree = speculation.tree, speculation.tree_ranks or (0,) * len(speculation.tree)
+        counts = array("i", bytes(4 * len(columns.rids)))
+        self._rounds = columns.rids, counts
+        drafts = RoundGuesses(
+            heads.native,
+            columns.asked,
+            kind,
+            method=method_number(self.name),
+            max_len=self._max_len,
+            target_ids=heads.target_ids,
+            tree=tree,
+        )
+        return drafts, RoundFeatures(FeatureJoin(), self._room, counts, None)
+
+    def after_rounds(self, answer: RoundAnswer) -> None:
+        assert self._rounds is not None and self._room is not None, "rounds were asked for"
+        rids, counts = self._rounds
+        self._rows.clear()
+        self._hidden = self._room[(answer.done - 1) % 2]
+        self._told = rids, np.cumsum(counts, dtype=np.int64) - 1
 
     def _start(self, row: DraftRow) -> _Draft:
         # Draft d, from 1, stands at position num_tokens - 1 + d.

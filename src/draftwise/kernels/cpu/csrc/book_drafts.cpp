@@ -206,22 +206,6 @@ int64_t chains(const Passes& passes, const ChainOutput& wanted, BookDrafts& ask)
   return DRAFTED;
 }
 
-// The first `nodes` nodes of a static tree, without those that are deeper than `depth`: parents, then ranks. As `native.cut_shape`.
-// Example: parents (-1, 0, 1, -1, 3), five nodes, depth 2: (-1, 0, -1, 2).
-int32_t cut_shape(const BookDrafts& ask, int64_t nodes, int64_t depth, int32_t* parents, int32_t* ranks) {
-  int32_t depths[MOST_DRAFTS], places[MOST_DRAFTS], kept = 0;
-  for (int64_t i = 0; i < std::min(nodes, ask.nodes); i++) {
-    const int32_t above = ask.tree[i];
-    require(-1 <= above && above < i, "parents before their children");
-    depths[i] = above < 0 ? 1 : depths[above] + 1;
-    if (depths[i] > depth) continue;
-    parents[kept] = above < 0 ? -1 : places[above];
-    ranks[kept] = ask.tree[ask.nodes + i];
-    places[i] = kept++;
-  }
-  return kept;
-}
-
 // What each of the requests in `rows` wants; whether some tree needs more room than its request has in its own blocks.
 bool wish(const BookDrafts& ask, BookRows& rows) {
   const size_t requests = rows.books.size();
@@ -242,7 +226,7 @@ bool wish(const BookDrafts& ask, BookRows& rows) {
       own.nodes = (int32_t)budget;
     } else {
       int32_t *parents = rows.shapes.data() + i * 2 * (size_t)MOST_DRAFTS, *ranks = parents + MOST_DRAFTS;
-      own.shape_nodes = cut_shape(ask, budget, rows.lengths[i], parents, ranks);
+      own.shape_nodes = cut_shape(ask.tree, ask.nodes, budget, rows.lengths[i], parents, ranks);
       own.shape_parents = parents, own.shape_ranks = ranks;
       scratch |= rows.known[i] + own.shape_nodes > book.num_blocks * ask.block_size;
     }
@@ -293,6 +277,20 @@ int64_t trees(const Passes& passes, const TreeOutput& wanted, BookDrafts& ask) {
 }
 
 }  // namespace
+
+int32_t cut_shape(const int32_t* tree, int64_t size, int64_t nodes, int64_t depth, int32_t* parents, int32_t* ranks) {
+  int32_t depths[MOST_DRAFTS], places[MOST_DRAFTS], kept = 0;
+  for (int64_t i = 0; i < std::min(nodes, size); i++) {
+    const int32_t above = tree[i];
+    require(-1 <= above && above < i, "parents before their children");
+    depths[i] = above < 0 ? 1 : depths[above] + 1;
+    if (depths[i] > depth) continue;
+    parents[kept] = above < 0 ? -1 : places[above];
+    ranks[kept] = tree[size + i];
+    places[i] = kept++;
+  }
+  return kept;
+}
 
 int64_t book_chains(const Program* program, Pool* pool, const PassInput& pass, const ChainOutput& out, BookDrafts& ask) {
   return chains({pool, program, &pass}, out, ask);

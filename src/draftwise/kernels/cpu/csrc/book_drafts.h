@@ -41,6 +41,10 @@ struct BookDrafts {
 
 enum BookAnswer : int64_t { DRAFTED = 0, NOT_SO = 1, NO_ROOM = 2 };
 
+// The first `nodes` of the `size` nodes of a static tree, without those that are deeper than `depth`: how many; their parents, and their
+// ranks. `tree`: as in BookDrafts. As `native.cut_shape`. Example: parents (-1, 0, 1, -1, 3), five nodes, depth 2: (-1, 0, -1, 2).
+int32_t cut_shape(const int32_t* tree, int64_t size, int64_t nodes, int64_t depth, int32_t* parents, int32_t* ranks);
+
 // As `dw_book_chains` and `dw_book_trees`.
 int64_t book_chains(const Program*, Pool*, const PassInput&, const ChainOutput&, BookDrafts&);
 int64_t book_trees(const Program*, Pool*, const PassInput&, const TreeOutput&, BookDrafts&);

@@ -61,7 +61,7 @@ const Field fields[] = {
     DW_FIELD(Rounds, drafter),
     DW_FIELD(Rounds, budgets), DW_FIELD(Rounds, method), DW_FIELD(Rounds, shortest), DW_FIELD(Rounds, indexes), DW_FIELD(Rounds, global),
     DW_FIELD(Rounds, outputs), DW_FIELD(Rounds, limits), DW_FIELD(Rounds, drafting), DW_FIELD(Rounds, draft_pass),
-    DW_FIELD(Rounds, chains), DW_FIELD(Rounds, trees), DW_FIELD(Rounds, ask), DW_FIELD(Rounds, target_ids),
+    DW_FIELD(Rounds, chains), DW_FIELD(Rounds, trees), DW_FIELD(Rounds, guesses), DW_FIELD(Rounds, ask), DW_FIELD(Rounds, target_ids),
     DW_FIELD(Rounds, draft_vocab), DW_FIELD(Rounds, drawn), DW_FIELD(Rounds, told), DW_FIELD(Rounds, sources),
     DW_FIELD(Rounds, num_sources), DW_FIELD(Rounds, source_bytes), DW_FIELD(Rounds, join), DW_FIELD(Rounds, join_width),
     DW_FIELD(Rounds, features), DW_FIELD(Rounds, feature_bytes), DW_FIELD(Rounds, feature_room), DW_FIELD(Rounds, counts), DW_FIELD(Rounds, kept),
@@ -69,6 +69,10 @@ const Field fields[] = {
     DW_FIELD(Rounds, nodes), DW_FIELD(Rounds, paths), DW_FIELD(Rounds, sizes), DW_FIELD(Rounds, going), DW_FIELD(Rounds, done),
     DW_FIELD(Rounds, drafted), DW_FIELD(Rounds, feature_rows), DW_FIELD(Rounds, forward_ns), DW_FIELD(Rounds, verify_ns),
     DW_FIELD(Rounds, draft_ns),
+    DW_FIELD(Guesses, layers), DW_FIELD(Guesses, budgets), DW_FIELD(Guesses, max_len), DW_FIELD(Guesses, stream), DW_FIELD(Guesses, target_ids),
+    DW_FIELD(Guesses, q), DW_FIELD(Guesses, tree), DW_FIELD(Guesses, nodes), DW_FIELD(Guesses, method),
+    DW_FIELD(MedusaLayers, first), DW_FIELD(MedusaLayers, later), DW_FIELD(MedusaLayers, outputs), DW_FIELD(MedusaLayers, heads),
+    DW_FIELD(MedusaLayers, layers), DW_FIELD(MedusaLayers, num_outputs),
 };
 #undef DW_FIELD
 const Layout layouts[] = {
@@ -76,6 +80,7 @@ const Layout layouts[] = {
     {"BlockPlan", sizeof(dw::BlockPlan)},         {"BookDrafts", sizeof(dw::BookDrafts)},     {"Correction", sizeof(dw::Correction)},
     {"ChainKey", sizeof(dw::ChainKey)},           {"ChainOutput", sizeof(dw::ChainOutput)},
     {"ExpertsSetting", sizeof(dw::ExpertsSetting)}, {"PassInput", sizeof(dw::PassInput)},
+    {"Guesses", sizeof(dw::Guesses)},             {"MedusaLayers", sizeof(dw::MedusaLayers)},
     {"ProgramOp", sizeof(dw::ProgramOp)},         {"FillBook", sizeof(dw::FillBook)},           {"RequestBook", sizeof(dw::RequestBook)},
     {"RopeCall", sizeof(dw::RopeCall)},           {"Rounds", sizeof(dw::Rounds)},             {"RowBook", sizeof(dw::RowBook)},
     {"SlotPool", sizeof(dw::SlotPool)},

@@ -92,6 +92,10 @@ void silu_mul(Pool* pool, DType dtype, const void* gate_up, void* out, int64_t r
   });
 }
 
+void silu_add(DType dtype, const void* x, const void* residual, void* out, int64_t width) {
+  kernels(dtype).silu_add(x, residual, out, width);
+}
+
 void rope_write(Pool* pool, DType dtype, const RopeCall* call) {
   for (int64_t r = 0; r < call->rows; r++) require(call->slots[r] >= 0 && call->slots[r] < call->num_slots, "slot");
   int64_t width = (int64_t)(call->num_heads + (call->latent != 0 ? 1 : 2) * call->num_kv_heads) * call->head_dim;

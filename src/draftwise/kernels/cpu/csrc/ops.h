@@ -34,6 +34,7 @@ struct RowKernels {
                        int64_t begin, int64_t end);
   void (*add)(const void* x, void* residual, int64_t width, int64_t begin, int64_t end);
   void (*silu_mul)(const void* gate_up, void* out, int64_t width, int64_t begin, int64_t end);
+  void (*silu_add)(const void* x, const void* residual, void* out, int64_t width);  // one row; out may be residual
   void (*rope_write[5])(const RopeCall*, int64_t begin, int64_t end);  // by the dtype of the cache
   void (*softmax)(const float* x, float scale, float* out, int64_t width);
 };
@@ -62,6 +63,8 @@ void concat_rows(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes,
 void clear_first_rows(void* x, const int64_t* positions, int64_t rows, int64_t bytes);
 // gate_up [rows, 2 width] -> silu(gate) * up [rows, width].
 void silu_mul(Pool*, DType, const void* gate_up, void* out, int64_t rows, int64_t width);
+// residual + silu(x), one row [width].
+void silu_add(DType, const void* x, const void* residual, void* out, int64_t width);
 // Normalise q and k per head if asked, rotate both, write k and v to the cache. Throws std::invalid_argument for slots that are
 // not in it.
 void rope_write(Pool*, DType, const RopeCall*);

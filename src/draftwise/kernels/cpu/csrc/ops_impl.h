@@ -86,6 +86,18 @@ void silu_mul_rows(const void* gate_up, void* out, int64_t width, int64_t begin,
   }
 }
 
+template <class T>
+void silu_add_row(const void* x, const void* residual, void* out, int64_t width) {
+  const T *given = (const T*)x, *before = (const T*)residual;
+  T* to = (T*)out;
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(to + i, load(before + i) + silu(load(given + i)));
+  if (i < width) {
+    int n = (int)(width - i);
+    store_n(to + i, load_n(before + i, n) + silu(load_n(given + i, n)), n);
+  }
+}
+
 void softmax_row(const float* x, float scale, float* out, int64_t width) {
   vf high = splat(x[0]);
   int64_t i = 0;
@@ -196,10 +208,10 @@ void rope_write_rows(const RopeCall* call, int64_t begin, int64_t end) {
   {rope_write_rows<T, float>, rope_write_rows<T, bf16>, rope_write_rows<T, f16>, rope_write_rows<T, int8_t>, \
    rope_write_rows<T, f8>}
 extern const RowKernels DW_TABLE[2] = {
-    {rms_norm_rows<float>, add_rms_norm_rows<float>, add_only_rows<float>, silu_mul_rows<float>, DW_ROPES(float),
-     softmax_row},
-    {rms_norm_rows<bf16>, add_rms_norm_rows<bf16>, add_only_rows<bf16>, silu_mul_rows<bf16>, DW_ROPES(bf16),
-     softmax_row},
+    {rms_norm_rows<float>, add_rms_norm_rows<float>, add_only_rows<float>, silu_mul_rows<float>, silu_add_row<float>,
+     DW_ROPES(float), softmax_row},
+    {rms_norm_rows<bf16>, add_rms_norm_rows<bf16>, add_only_rows<bf16>, silu_mul_rows<bf16>, silu_add_row<bf16>,
+     DW_ROPES(bf16), softmax_row},
 };
 #undef DW_ROPES
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "boundary.h"
+#include "draws.h"
 #include "isa.h"
 #include "join.h"
 
@@ -31,6 +32,13 @@ struct Memory {
   std::vector<void*> externals;
   std::vector<const void*> joined;
   std::vector<char> picked;
+  // Of guesses: whose they are, how deep they go; what is drawn, of which parents.
+  std::vector<RowBook*> guessed;
+  std::vector<int32_t> depths, drawn, above;
+  std::vector<ChainKey> keys;
+  std::vector<int64_t> tokens;
+  std::vector<float> logits, scratch;
+  std::vector<Candidate> candidates;
   int64_t facts[8], committed[3];
 };
 
@@ -139,7 +147,7 @@ void read_features(Rounds& ask, Pool* pool, Memory& m) {
     }
     join_layers(pool, ask.join, m.joined.data(), ask.num_sources, ask.join_width, rows, nullptr, 0.0f, features);
   }
-  for (int64_t i = 0; i < m.committed[2]; i++) {
+  for (int64_t i = 0; i < m.committed[2] && ask.kept != nullptr; i++) {
     const int64_t block = m.read[(size_t)(2 * room + i)];
     require(0 <= block && block < ask.num_kept && ask.feature_bytes <= ask.kept_bytes, "blocks that keep features");
     memcpy(ask.kept + block * ask.kept_bytes, features + m.read[(size_t)(room + i)] * ask.feature_bytes, (size_t)ask.feature_bytes);
@@ -198,18 +206,79 @@ bool place_found(const Rounds& ask, Memory& m) {
   return place_drafts((int64_t)m.most.size(), m.found_books.data(), ask.block_size, drafts) < 0;
 }
 
+// Drafts of Medusa's heads. As `MedusaProposer.draft_columns`.
+bool guess(const Rounds& ask, Pool* pool, Memory& m, const int32_t* budgets) {
+  const Guesses& own = *ask.guesses;
+  const size_t bytes = (size_t)ask.feature_bytes;
+  const char* rows = features_of(ask, ask.done);
+  m.guessed.clear(), m.most.clear(), m.depths.clear(), m.picked.clear(), m.keys.clear();
+  int64_t end = 0;
+  for (int64_t r = 0; r < ask.requests; r++) {
+    end += ask.counts[r];
+    if (budgets[r] == 0) continue;
+    RowBook& book = *ask.books[r];
+    // draft d, from 1, stands at position num_tokens - 1 + d
+    int64_t depth = std::min({book.max_total - book.num_tokens - 1, own.max_len - book.num_tokens, own.layers->heads});
+    if (own.tree == nullptr) depth = std::min<int64_t>(depth, budgets[r]);
+    if (depth < 1 || ask.counts[r] < 1) return false;
+    m.guessed.push_back(&book), m.most.push_back(budgets[r]), m.depths.push_back((int32_t)depth);
+    m.picked.insert(m.picked.end(), rows + (size_t)(end - 1) * bytes, rows + (size_t)end * bytes);
+    const VerifyDraw& draw = book.draws;
+    m.keys.push_back({draw.seed, draw.sample_index, (int32_t)book.num_tokens, 0, draw.scale, draw.log_min_p, draw.top_k, draw.top_p});
+  }
+  const int64_t count = (int64_t)m.guessed.size(), vocab = medusa_vocab(*own.layers);
+  if (count == 0) return true;
+  const int64_t depth = *std::max_element(m.depths.begin(), m.depths.end());
+  m.logits.resize((size_t)(depth * count * vocab));
+  medusa_logits(pool, *own.layers, m.picked.data(), count, depth, m.logits.data());
+  m.filled.assign((size_t)count, -1);
+  if (own.tree == nullptr) {
+    m.tokens.resize((size_t)(count * depth));
+    draw_chains(pool, m.logits.data(), depth, count, vocab, m.keys.data(), (int32_t)own.stream, own.target_ids, m.tokens.data(), own.q);
+    m.drawn.assign(m.tokens.begin(), m.tokens.end());
+    const PlacedDrafts drafts{depth, m.drawn.data(), nullptr, m.depths.data(), m.most.data(), m.filled.data(), false, ask.vocab, own.q, own.method};
+    return place_drafts(count, m.guessed.data(), ask.block_size, drafts) < 0;
+  }
+  for (int64_t i = 0; i < count; i++)
+    if (m.depths[(size_t)i] != depth || m.most[(size_t)i] != m.most[0]) return false;  // trees of one shape
+  int32_t parents[MOST_DRAFTS], ranks[MOST_DRAFTS], levels[MOST_DRAFTS];
+  const int32_t nodes = cut_shape(own.tree, own.nodes, std::min<int64_t>(m.most[0], MOST_DRAFTS), depth, parents, ranks);
+  const int best = nodes ? *std::max_element(ranks, ranks + nodes) + 1 : 0;
+  m.drawn.resize((size_t)(count * nodes)), m.above.resize(m.drawn.size());
+  for (int64_t i = 0; i < count; i++) {
+    for (int64_t level = 0; level < depth; level++) {
+      best_tokens(m.logits.data() + (level * count + i) * vocab, nullptr, 1.0f, 0.0f, vocab, best, m.scratch, m.candidates);
+      for (int32_t k = 0; k < nodes; k++) {
+        levels[k] = parents[k] < 0 ? 0 : levels[parents[k]] + 1;
+        if (levels[k] != level) continue;
+        if ((size_t)ranks[k] >= m.candidates.size()) return false;
+        const int32_t token = m.candidates[(size_t)ranks[k]].token;
+        m.drawn[(size_t)(i * nodes + k)] = own.target_ids != nullptr ? (int32_t)own.target_ids[token] : token;
+        m.above[(size_t)(i * nodes + k)] = parents[k];
+      }
+    }
+    m.depths[(size_t)i] = nodes;
+  }
+  const PlacedDrafts drafts{nodes, m.drawn.data(), m.above.data(), m.depths.data(), m.most.data(), m.filled.data(), false, ask.vocab, nullptr,
+                            own.method};
+  return place_drafts(count, m.guessed.data(), ask.block_size, drafts) < 0;
+}
+
 bool run_drafter(Rounds& ask, Pool* pool, Memory& m) {
-  BookDrafts books = *ask.ask;
+  const int32_t* budgets = ask.drafter == GUESSES ? ask.guesses->budgets : ask.ask->budgets;
   if (ask.look_up != NO_LOOK_UP) {  // what was found needs no drafts; a head reads of it anyway, while its features are there
-    m.own_budgets.assign(books.budgets, books.budgets + books.requests);
+    m.own_budgets.assign(budgets, budgets + ask.requests);
     bool nobody = ask.features == nullptr;
     for (size_t r = 0; r < m.own_budgets.size(); r++) {
       if (m.sizes[r]) m.own_budgets[r] = 0;
       nobody &= m.own_budgets[r] == 0;
     }
     if (nobody) return true;
-    books.budgets = m.own_budgets.data();
+    budgets = m.own_budgets.data();
   }
+  if (ask.drafter == GUESSES) return guess(ask, pool, m, budgets);
+  BookDrafts books = *ask.ask;
+  books.budgets = budgets;
   PassInput pass = *ask.draft_pass;
   m.externals.assign(pass.externals, pass.externals + num_externals(ask.drafting));
   pass.externals = m.externals.data();
@@ -249,7 +318,7 @@ void run(Rounds& ask, Pool* pool) {
   const int64_t begun = now();
   ask.done = 0, ask.drafted = 0, ask.feature_rows = 0;
   ask.forward_ns = ask.verify_ns = ask.draft_ns = 0;
-  if (ask.features != nullptr)  // a drafter that was not told of some tokens goes on behind a gap, which Python makes
+  if (ask.ask != nullptr && ask.features != nullptr)  // a drafter that was not told of some tokens goes on behind a gap, which Python makes
     for (int64_t r = 0; r < ask.requests; r++)
       if (ask.ask->seen[r] != ask.books[r]->num_computed) return;
   for (int64_t start = begun; ask.done < ask.rounds;) {

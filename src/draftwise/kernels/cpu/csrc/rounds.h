@@ -6,6 +6,7 @@
 #include "book_drafts.h"
 #include "linear.h"
 #include "look_ups.h"
+#include "medusa.h"
 
 namespace dw {
 
@@ -15,7 +16,20 @@ enum Outcome : uint8_t { NOTHING = 0, SOME = 1, ALL = 2, UNKNOWN = 3, OUTCOMES =
 
 // Who looks up, and whose passes draft for those of whom nothing was found. ELSEWHERE: Python, behind the first round.
 enum RoundLookUp : int64_t { NO_LOOK_UP = 0, NGRAMS = 1, SUFFIXES = 2 };
-enum RoundDrafter : int64_t { NO_PASSES = 0, CHAINS = 1, TREES = 2, ELSEWHERE = 3 };
+enum RoundDrafter : int64_t { NO_PASSES = 0, CHAINS = 1, TREES = 2, GUESSES = 3, ELSEWHERE = 4 };
+
+// What Medusa's heads draft, all from the hidden state of a request's newest row. Mirrored by rounds.py.
+struct Guesses {
+  const MedusaLayers* layers;
+  const int32_t* budgets;     // [requests] drafts of each, at most
+  int64_t max_len;            // no draft stands at this position or behind it
+  int64_t stream;             // a NoiseStream or NO_NOISE
+  const int64_t* target_ids;  // the token that each drawn id stands for, or null
+  float* q;                   // [requests * drafts, vocab] written: what is drawn from; or null: point masses
+  const int32_t* tree;        // [2, nodes] parents and ranks of the tree that all want, or null: chains
+  int64_t nodes;
+  int64_t method;             // number of its name
+};
 
 // R requests that all decode and are all decided in columns. Mirrored by rounds.py.
 struct Rounds {
@@ -51,6 +65,7 @@ struct Rounds {
   const PassInput* draft_pass;
   const ChainOutput* chains;
   const TreeOutput* trees;
+  const Guesses* guesses;    // GUESSES
   BookDrafts* ask;           // its budgets are those of requests of which no match was found
   const int64_t* target_ids;  // tokens of the drafter's vocabulary, or null: these are the target's
   int64_t draft_vocab;
@@ -64,7 +79,7 @@ struct Rounds {
   char* features;            // [2, feature_room, feature_bytes] of the rows whose tokens became final: rounds take turns with the halves
   int64_t feature_bytes, feature_room;
   int32_t* counts;           // [requests] how many of each; also `ask->counts`
-  char* kept;                // [blocks, kept_bytes] begins with the feature of a block's last token
+  char* kept;                // or null; [blocks, kept_bytes] begins with the feature of a block's last token
   int64_t kept_bytes, num_kept;
   // Answers, of each round one behind the other.
   int32_t* numbers;          // [rounds, 8, requests] as `dw_take_in` reads them
