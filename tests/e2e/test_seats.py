@@ -169,15 +169,25 @@ def test_text_is_that_of_the_engine_that_waits(engines: Engines, method: str, ru
     engines.ahead.check_integrity()
 
 
+_GROWING = ("coupled", "rejection", "greedy", "block")
+# each method with two rules, each rule with two methods or more; --all: with all of them
+TREE_CASES = [
+    *(("forests", m, list(RULES)[(i + k) % 5]) for i, m in enumerate(TREES) for k in (0, 2)),
+    *(("growing", m, _GROWING[i % 2]) for i, m in enumerate(TREES)),
+]
+
+
 @pytest.mark.parametrize(
     ("shape", "method", "rule"),
     [
-        *(("forests", method, rule) for method in TREES for rule in RULES),
-        *(("growing", method, rule) for method in TREES for rule in ("coupled", "rejection")),
+        *TREE_CASES,
         *(
-            pytest.param("growing", method, rule, marks=pytest.mark.slow)
-            for method in TREES
-            for rule in ("greedy", "block")
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("forests", method, rule) for method in TREES for rule in RULES),
+                *(("growing", method, rule) for method in TREES for rule in _GROWING),
+            )
+            if case not in TREE_CASES
         ),
     ],
 )
@@ -198,6 +208,7 @@ def test_trees_stay_on_the_device(request: pytest.FixtureRequest, shape: str, me
         "max_num_seqs": 8,
         "max_num_batched_tokens": 96,
         "num_kv_blocks": 192,
+        "speculative_config": [entry for entry in forests.chosen if entry["method"] == method],
     }
     with forests.make(**options) as waiting:
         wanted = waiting.generate(forests.prompts, params)

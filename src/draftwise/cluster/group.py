@@ -8,6 +8,7 @@ gone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import pickle
 import select
 import threading
@@ -21,6 +22,9 @@ from typing import Any
 from draftwise.cluster.children import PATIENCE
 from draftwise.cluster.messages import Answer, Order, receive, send
 from draftwise.errors import DraftwiseError, EngineDeadError
+
+_NOTICED = 1.0
+"""Seconds after which the end of a process has been noticed."""
 
 
 class RankHandle(ABC):
@@ -133,9 +137,7 @@ class RankGroup:
         answers: dict[int, Answer] = {}
         for one, answer in self._collected(number):
             if answer.error is not None:
-                raise self._give_up(
-                    f"rank {one.rank} failed: {type(answer.error).__name__}: {answer.error}", (one,)
-                )
+                raise self._failed(one, answer.error)
             answers[one.rank] = answer
         return [answers[rank] for rank in range(self.size)]
 
@@ -178,6 +180,18 @@ class RankGroup:
     def part(self, ranks: Sequence[int], what: str) -> EngineDeadError:
         """End all because some ranks came apart from the others."""
         return self._give_up(what, [self.ranks[rank] for rank in ranks])
+
+    def _failed(self, one: RankHandle, error: BaseException) -> EngineDeadError:
+        """The error when a rank says that it failed. If an exchange with the others broke, it is another one's end that
+        it noticed, and perhaps sooner than this process."""
+        if isinstance(error, OSError) and error.errno == errno.EIO:
+            deadline = time.monotonic() + _NOTICED
+            while time.monotonic() < deadline:
+                for other in self.ranks:
+                    if other is not one and other.gone() and not _has_answered(other):
+                        return self._lost(other)
+                time.sleep(0.01)
+        return self._give_up(f"rank {one.rank} failed: {type(error).__name__}: {error}", (one,))
 
     def _lost(self, one: RankHandle) -> EngineDeadError:
         return self._give_up(f"rank {one.rank} {one.end()}", (one,))
@@ -223,6 +237,14 @@ class RankGroup:
             one.channel.close()
             one.disown()
         self._failure = EngineDeadError("the ranks belong to the process that this one was forked from")
+
+
+def _has_answered(one: RankHandle) -> bool:
+    """Whether a rank that has ended said something before, such as that it failed."""
+    try:
+        return one.channel.poll(0) and receive(one.channel) is not None
+    except (EOFError, OSError):
+        return False
 
 
 def kill_all(ranks: Sequence[RankHandle]) -> None:
