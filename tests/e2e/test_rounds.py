@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError
@@ -94,6 +95,51 @@ def test_drafts_are_those_of_steps_with_one_round(
                 assert llm._engine.core.totals.num_steps > 1.5 * llm._engine.core.scheduler._step
             llm.check_integrity()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"method": "mtp"},
+        {"method": "eagle3"},
+        {"method": "hybrid", "hybrid_lookup": "ngram"},
+        {"method": "medusa"},
+    ],
+    ids=lambda spec: spec["method"],
+)
+def test_who_comes_between_rounds_changes_nobodys_drafts(
+    spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the rule ``rejection`` a head that missed something of a request, or read another one's, would draft
+    something else, and so would the text."""
+    native_or_skip()
+    for module in (sched_rounds, scheduler):
+        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    options: dict[str, Any] = {"speculative_config": spec, "speculation_control": "static"}
+    params = [
+        SamplingParams(temperature=0.7, seed=i, max_tokens=40 + 25 * i, speculation={"rule": "rejection"})
+        for i in range(6)
+    ]
+    prompts = PROMPTS * 2
+    with LLM(rounds_per_step=1, **options) as one:
+        expected = [o.outputs[0].token_ids for o in one.generate(prompts, params, use_tqdm=False)]
+    with LLM(**options) as llm:
+        assert llm._engine is not None
+        core, processor = llm._engine.core, llm._engine.processor
+        requests = []
+        with torch.inference_mode():
+            for prompt, own in zip(prompts, params, strict=True):
+                (request,) = processor.group(prompt, own).requests
+                core.add(request)
+                requests.append(request)
+                for _ in range(2 + len(requests) % 2):
+                    core.step()
+            while core.has_work:
+                core.step()
+        assert core.totals.num_steps > 1.5 * core.scheduler._step
+        llm.check_integrity()
+    found = [tuple(r.tokens_np[r.num_prompt : r.num_tokens].tolist()) for r in requests]
+    assert found == [tuple(tokens) for tokens in expected]
 
 
 @pytest.mark.parametrize("blocks", [24, 40, 64, 120, 240])

@@ -73,6 +73,22 @@ def test_steps_side_by_side_as_one_by_one() -> None:
     assert [book(state) for state in together] == [book(state) for state in alone]
 
 
+def test_what_is_written_down_is_no_longer_in_the_memory_of_rounds() -> None:
+    known, rids = [10, 7], [3, 5]
+    states = opened(known, [None, None])
+    steady = SteadyHeads.of(rids, states)
+    assert steady is not None
+    room = torch.arange(8, dtype=torch.float32).view(2, 4, 1)
+    for i, count in enumerate((1, 2)):  # rows of the last round: one of the first request, two of the other
+        steady.counts[i] = count
+    steady.features_in(room[0])
+    steady.went_on(Features.lent(room[1]), Features.lent(room[0]), drafted=False)
+    steady.write()
+    room.fill_(-1)
+    read = [book(state) for state in states]
+    assert read[0][3] == [0, 4] and read[1][3] == [1, 5, 6]
+
+
 def test_requests_that_do_not_go_on_together() -> None:
     states = opened([10, 7], [None, None])
     states[1].tracks[0].queue.append(Features.of(torch.zeros(1, 1)), 0, 1)

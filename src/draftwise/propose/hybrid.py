@@ -183,7 +183,8 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower, RoundDra
     ) -> tuple[RoundDrafts, RoundFeatures | None] | None:
         look_up, model = self._look_up, self.inner
         self._all_read = False
-        if rounds < 2 or columns.is_tree or not self.in_rounds:
+        # A head that is asked for nobody would read all its weights for nothing.
+        if (rounds < 2 and len(columns.rids) < 2) or columns.is_tree or not self.in_rounds:
             return None
         if not isinstance(look_up, RoundDrafter) or not isinstance(model, RoundDrafter):
             return None

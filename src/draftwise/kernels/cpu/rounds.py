@@ -98,6 +98,7 @@ class RoundsRecord(ctypes.Structure):
         ("join", _PTR),
         ("join_width", _I64),
         ("features", _PTR),
+        ("first_half", _I64),
         ("feature_bytes", _I64),
         ("feature_room", _I64),
         ("counts", _PTR),
@@ -313,14 +314,16 @@ class FeatureJoin:
 class RoundFeatures:
     """Where the features of a head come from and go to.
 
-    ``values`` [2, n, F]: of the rows that became final, halves in turns; ``counts`` [R] int32: how many of each
-    request; ``blocks`` [blocks, depths, F]: where those of blocks' last tokens are kept; None: nowhere.
+    ``values`` [2, n, F]: of the rows that became final, halves in turns; ``first``: the half that the first round
+    writes; ``counts`` [R] int32: how many of each request; ``blocks`` [blocks, depths, F]: where those of blocks' last
+    tokens are kept; None: nowhere.
     """
 
     join: FeatureJoin
     values: Tensor
     counts: array[int]
     blocks: Tensor | None
+    first: int = 0
     _sources: object = field(default=None, init=False)
 
     def tell(self, record: RoundsRecord, sources: Sequence[Tensor]) -> None:
@@ -332,7 +335,7 @@ class RoundFeatures:
         weight = self.join.weight
         record.join, record.join_width = (None, 0) if weight is None else (weight.pointer, first.shape[1])
         record.features, record.feature_bytes = self.values.data_ptr(), self.values.shape[2] * size
-        record.feature_room = self.values.shape[1]
+        record.feature_room, record.first_half = self.values.shape[1], self.first
         record.counts = self.counts.buffer_info()[0]
         if self.blocks is None:
             return

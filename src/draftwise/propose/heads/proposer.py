@@ -91,6 +91,10 @@ class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
         self._most = ANY_LENGTH  # drafts in a row
         self._join = head.feature_join()
         self._room: torch.Tensor | None = None  # [2, n, F] features of rounds
+        self._first, self._half = (
+            0,
+            1,
+        )  # the half with which the latest rounds began, and that of the last one
         self._together: tuple[list[int], list[int]] | None = None
         """The requests of the latest call, if the head did all of it at once, and the stored leading tokens of
         each."""
@@ -199,7 +203,8 @@ class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
                 return None
         if self._room is None or self._room.shape[1] < rows:
             self._room = torch.empty((2, rows, self._head.feature_size), dtype=self._head.dtype)
-        features = RoundFeatures(join, self._room, steady.counts, self._passes.source.blocks)
+        self._first = 1 - self._half
+        features = RoundFeatures(join, self._room, steady.counts, self._passes.source.blocks, self._first)
         kind = kind_of_columns(columns, self._sample_method)
         self._books.ask(columns.places, columns.asked, kind, steady.features_in(self._room[0]), tree)
         found = self._head.round_passes(self._books, self._passes.kv, rows)
@@ -208,9 +213,11 @@ class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
     def after_rounds(self, answer: RoundAnswer) -> None:
         steady, room = self._steady, self._room
         assert steady is not None and room is not None, "rounds were asked for"
-        # of the last round, and of the one before it, whose halves the next rounds overwrite
-        now, before = (Features.of(room[(answer.done - back) % 2].clone()) for back in (1, 2))
-        steady.went_on(now, before if answer.done > 1 else None, answer.drafted)
+        # Of the last round, and of the one before it. The next rounds begin in the other half: what is kept of these is
+        # read until then, or written down (`Features.keep`).
+        self._half = (self._first + answer.done - 1) % 2
+        before = Features.lent(room[1 - self._half]) if answer.done > 1 else None
+        steady.went_on(Features.lent(room[self._half]), before, answer.drafted)
 
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the head do the whole loop for all rows, if it can."""

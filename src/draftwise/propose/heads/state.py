@@ -25,12 +25,13 @@ MANY_FEATURES = 256
 class Features:
     """Rows of features, of one request or of several, which are computed when they are read."""
 
-    __slots__ = ("_compute", "_value")
+    __slots__ = ("_compute", "_lent", "_value")
 
     def __init__(self, compute: Callable[[], None] | None = None) -> None:
         """``compute``: calls `give`."""
         self._compute = compute
         self._value: Tensor | None = None
+        self._lent = False
 
     @classmethod
     def of(cls, value: Tensor) -> Features:
@@ -38,6 +39,19 @@ class Features:
         found = cls()
         found.give(value)
         return found
+
+    @classmethod
+    def lent(cls, value: Tensor) -> Features:
+        """Features [n, F] in memory that others are written to later: see `keep`."""
+        found = cls.of(value)
+        found._lent = True
+        return found
+
+    def keep(self) -> None:
+        """Have them in memory of their own."""
+        if self._lent:
+            assert self._value is not None
+            self._value, self._lent = self._value.clone(), False
 
     def give(self, value: Tensor) -> None:
         self._value = value

@@ -115,7 +115,10 @@ class SteadyHeads:
             self._features, self._came = self._came, None
 
     def write(self) -> None:
-        """Write what is known into the states."""
+        """Write what is known into the states, which may be kept for long."""
+        self._features.keep()
+        if self._came is not None:
+            self._came.keep()
         start = 0
         counts = self._counts if self._came is not None else array("i", bytes(4 * len(self.rids)))
         for state, seen, last, count in zip(self._states, self.seen, self._last, counts, strict=True):

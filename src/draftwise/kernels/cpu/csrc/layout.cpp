@@ -64,7 +64,7 @@ const Field fields[] = {
     DW_FIELD(Rounds, chains), DW_FIELD(Rounds, trees), DW_FIELD(Rounds, guesses), DW_FIELD(Rounds, ask), DW_FIELD(Rounds, target_ids),
     DW_FIELD(Rounds, draft_vocab), DW_FIELD(Rounds, drawn), DW_FIELD(Rounds, told), DW_FIELD(Rounds, sources),
     DW_FIELD(Rounds, num_sources), DW_FIELD(Rounds, source_bytes), DW_FIELD(Rounds, join), DW_FIELD(Rounds, join_width),
-    DW_FIELD(Rounds, features), DW_FIELD(Rounds, feature_bytes), DW_FIELD(Rounds, feature_room), DW_FIELD(Rounds, counts), DW_FIELD(Rounds, kept),
+    DW_FIELD(Rounds, features), DW_FIELD(Rounds, first_half), DW_FIELD(Rounds, feature_bytes), DW_FIELD(Rounds, feature_room), DW_FIELD(Rounds, counts), DW_FIELD(Rounds, kept),
     DW_FIELD(Rounds, kept_bytes), DW_FIELD(Rounds, num_kept), DW_FIELD(Rounds, numbers), DW_FIELD(Rounds, tokens),
     DW_FIELD(Rounds, nodes), DW_FIELD(Rounds, paths), DW_FIELD(Rounds, sizes), DW_FIELD(Rounds, going), DW_FIELD(Rounds, done),
     DW_FIELD(Rounds, drafted), DW_FIELD(Rounds, feature_rows), DW_FIELD(Rounds, forward_ns), DW_FIELD(Rounds, verify_ns),

@@ -126,7 +126,7 @@ bool decide(Rounds& ask, Pool* pool, int64_t round, Memory& m) {
 }
 
 // The half of `features` that a round writes.
-char* features_of(const Rounds& ask, int64_t round) { return ask.features + (round % 2) * ask.feature_room * ask.feature_bytes; }
+char* features_of(const Rounds& ask, int64_t round) { return ask.features + ((ask.first_half + round) % 2) * ask.feature_room * ask.feature_bytes; }
 
 // The features of the rows that became final.
 void read_features(Rounds& ask, Pool* pool, Memory& m) {

@@ -76,7 +76,8 @@ struct Rounds {
   int64_t num_sources, source_bytes;
   const Linear* join;        // makes one row of all sources; null: there is one source, whose rows they are
   int64_t join_width;        // of a source, in elements
-  char* features;            // [2, feature_room, feature_bytes] of the rows whose tokens became final: rounds take turns with the halves
+  char* features;            // [2, feature_room, feature_bytes] of the rows whose tokens became final: rounds take turns with the halves, and
+  int64_t first_half;        // the first one writes this one: 0 or 1
   int64_t feature_bytes, feature_room;
   int32_t* counts;           // [requests] how many of each; also `ask->counts`
   char* kept;                // or null; [blocks, kept_bytes] begins with the feature of a block's last token
