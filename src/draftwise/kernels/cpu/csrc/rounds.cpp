@@ -155,7 +155,7 @@ void read_features(Rounds& ask, Pool* pool, Memory& m) {
 }
 
 // What was looked up of each request: `m.drafts`, `m.sizes`. With a drafter besides, short matches are no drafts.
-void look_up(const Rounds& ask, Memory& m) {
+void look_up(const Rounds& ask, Pool* pool, Memory& m) {
   const size_t count = (size_t)ask.requests;
   int64_t width = 0;
   for (size_t r = 0; r < count; r++) width = std::max<int64_t>(width, std::min<int64_t>(ask.budgets[r], MOST_DRAFTS));
@@ -177,7 +177,7 @@ void look_up(const Rounds& ask, Memory& m) {
   m.sizes.resize(count), m.width = width;
   const int32_t* matches = m.drafts.data();
   if (suffixes) {
-    suffix_steps(ask.requests, ask.global, ask.limits, m.columns.data(), width, m.drafts.data());
+    suffix_steps(pool, ask.requests, ask.global, ask.limits, m.columns.data(), width, m.drafts.data());
     std::copy(m.drafts.begin(), m.drafts.begin() + (ptrdiff_t)count, m.sizes.begin());
     matches += count;
   } else {
@@ -306,7 +306,7 @@ bool draft(Rounds& ask, Pool* pool, Memory& m) {
     if (book.drafting_failed || book.max_total - book.num_tokens < 2) return false;
   }
   try {
-    if (ask.look_up != NO_LOOK_UP) look_up(ask, m);
+    if (ask.look_up != NO_LOOK_UP) look_up(ask, pool, m);
     return (ask.drafter == NO_PASSES || run_drafter(ask, pool, m)) && (ask.look_up == NO_LOOK_UP || place_found(ask, m));
   } catch (...) {
     return false;

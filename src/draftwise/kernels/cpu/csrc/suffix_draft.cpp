@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <new>
+#include <vector>
 
 #include "boundary.h"
 #include "isa.h"
@@ -229,18 +230,32 @@ int32_t draft(void* local, int64_t local_seq, void* global, int64_t global_seq, 
   return out->size;
 }
 
+// The two halves of a step. The first answers with the tokens that it took in.
+int64_t local_step(void* local, const int32_t* tokens, int64_t n, const dw::SuffixLimits& limits, dw::SuffixDraft* out) {
+  const int64_t known = int64_t(tree_of(local)->length(0));
+  if (n > known) append(local, 0, tokens + known, n - known);
+  draft(local, 0, nullptr, -1, tokens, n, limits, out);
+  return std::max<int64_t>(n - known, 0);
+}
+
+int32_t global_step(void* global, int64_t global_seq, const int32_t* tokens, int64_t n, int64_t num_prompt, int64_t fresh,
+                    const dw::SuffixLimits& limits, dw::SuffixDraft* out) {
+  if (!global) return out->size;
+  if (global_seq >= 0) {
+    const int64_t first = num_prompt + int64_t(tree_of(global)->length(uint32_t(global_seq)));
+    if (n > first) append(global, uint32_t(global_seq), tokens + first, n - first);
+  }
+  settle(global, 16 + 4 * fresh);
+  tree_of(global)->draft(global_seq, tokens, uint64_t(n), limits, 2, out);
+  return out->size;
+}
+
 // Take in what is new of a request's tokens [n]: `local` holds a prefix of all of them in its sequence 0, `global` (may be
 // null) a prefix of the output in sequence `global_seq`, where removals go on at four times the pace. Then draft.
 int32_t step(void* local, void* global, int64_t global_seq, const int32_t* tokens, int64_t n, int64_t num_prompt,
              const dw::SuffixLimits& limits, dw::SuffixDraft* out) {
-  const int64_t known = int64_t(tree_of(local)->length(0));
-  if (n > known) append(local, 0, tokens + known, n - known);
-  if (global && global_seq >= 0) {
-    const int64_t first = num_prompt + int64_t(tree_of(global)->length(uint32_t(global_seq)));
-    if (n > first) append(global, uint32_t(global_seq), tokens + first, n - first);
-  }
-  if (global) settle(global, 16 + 4 * std::max<int64_t>(n - known, 0));
-  return draft(local, 0, global, global_seq, tokens, n, limits, out);
+  const int64_t fresh = local_step(local, tokens, n, limits, out);
+  return global_step(global, global_seq, tokens, n, num_prompt, fresh, limits, out);
 }
 
 }  // namespace
@@ -304,18 +319,43 @@ DW_EXPORT int32_t dw_suffix_step(void* local, void* global, int64_t global_seq, 
 // `dw_suffix_step` for R requests, one after the other. `columns` [8, R]: local tree; sequence in `global`; address of the
 // tokens; how many; of the prompt; budget; greatest depth; shape, without trees of their own. `limits`: the rest. `found`:
 // nodes of each draft [R]; length of its match [R]; tokens [R, width]; parents [R, width].
-void dw::suffix_steps(int64_t requests, void* global, const SuffixLimits* limits, const int64_t* columns, int64_t width,
+void dw::suffix_steps(Pool* pool, int64_t requests, void* global, const SuffixLimits* limits, const int64_t* columns, int64_t width,
                       int32_t* found) {
-  SuffixLimits own = *limits;
-  SuffixDraft out;
+  struct Own {
+    SuffixLimits limits;
+    SuffixDraft draft;
+    int64_t fresh;
+  };
+  static thread_local std::vector<Own> memory;
+  memory.resize((size_t)requests);
+  struct Context {
+    const int64_t* columns;
+    int64_t requests;
+    Own* own;
+    int64_t at(int64_t column, int64_t r) const { return columns[column * requests + r]; }
+    const int32_t* tokens(int64_t r) const { return (const int32_t*)(uintptr_t)at(2, r); }
+  } context{columns, requests, memory.data()};
   for (int64_t r = 0; r < requests; r++) {
-    const auto column = [&](int64_t i) { return columns[i * requests + r]; };
-    own.budget = (int32_t)std::min(column(5), width);
-    own.max_depth = (int32_t)column(6);
-    own.shape = (int32_t)column(7);
+    SuffixLimits& own = memory[(size_t)r].limits = *limits;
+    own.budget = (int32_t)std::min(context.at(5, r), width);
+    own.max_depth = (int32_t)context.at(6, r);
+    own.shape = (int32_t)context.at(7, r);
     require(own.shape == 0 || own.shape == 1, "a shape without a tree");
-    const int32_t size = step((void*)(uintptr_t)column(0), global, column(1), (const int32_t*)(uintptr_t)column(2),
-                              column(3), column(4), own, &out);
+  }
+  // Each request's own tree is nobody else's; the tree of all is changed by one after the other.
+  constexpr int64_t SHARED_REQUESTS = 16;  // from which a second thread brings more than it costs
+  parallel_for(
+      requests < SHARED_REQUESTS ? nullptr : pool, (int)requests,
+      [](void* arg, int r, int) {
+        const Context& c = *(const Context*)arg;
+        Own& own = c.own[r];
+        own.fresh = local_step((void*)(uintptr_t)c.at(0, r), c.tokens(r), c.at(3, r), own.limits, &own.draft);
+      },
+      &context);
+  for (int64_t r = 0; r < requests; r++) {
+    Own& own = memory[(size_t)r];
+    SuffixDraft& out = own.draft;
+    const int32_t size = global_step(global, context.at(1, r), context.tokens(r), context.at(3, r), context.at(4, r), own.fresh, own.limits, &out);
     found[r] = size;
     found[requests + r] = size ? out.match_len : 0;
     int32_t* tokens = found + 2 * requests + r * width;
@@ -326,5 +366,5 @@ void dw::suffix_steps(int64_t requests, void* global, const SuffixLimits* limits
 
 DW_EXPORT void dw_suffix_steps(int64_t requests, void* global, const dw::SuffixLimits* limits, const int64_t* columns,
                                int64_t width, int32_t* found) {
-  guarded([&] { dw::suffix_steps(requests, global, limits, columns, width, found); });
+  guarded([&] { dw::suffix_steps(nullptr, requests, global, limits, columns, width, found); });
 }
