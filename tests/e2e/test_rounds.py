@@ -12,6 +12,7 @@ from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError
 from draftwise.sched import rounds as sched_rounds
 from draftwise.sched import scheduler
+from draftwise.sched.columns import PlanColumns
 from draftwise.types import StepPlan, StepResult
 from tests.native import native_or_skip
 
@@ -167,6 +168,36 @@ def test_nobody_misses_the_blocks_that_rounds_take(blocks: int) -> None:
             llm.check_integrity()
             preempted.append(llm._engine.core.scheduler.num_preemptions)
         assert preempted[0] == preempted[1]
+
+
+@pytest.mark.parametrize(("method", "most"), [("medusa", 8), ("mtp", 1)])
+def test_who_drafts_for_nobody_need_not_stop_rounds(
+    method: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where control lets nobody draft, decoding is as quick as without a drafter, unless it must be told of tokens."""
+    native_or_skip()
+    for module in (sched_rounds, scheduler):
+        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    with LLM(speculative_config={"method": method}, speculation_control="static") as llm:
+        assert llm._engine is not None
+        core = llm._engine.core
+        expected = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].token_ids
+        execute, taken = core.executor.execute, []
+
+        def executed(plan: StepPlan) -> StepResult:
+            columns = plan.rows
+            if len(taken) >= 3 and isinstance(columns, PlanColumns):
+                for i in range(len(columns.budgets)):
+                    columns.budgets[i] = 0
+            result = execute(plan)
+            taken.append(result.num_rounds)
+            return result
+
+        monkeypatch.setattr(core.executor, "execute", executed)
+        found = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].token_ids
+        assert found == expected
+        assert max(taken[5:]) == most
 
 
 @pytest.mark.parametrize("comes", [True, False])

@@ -204,6 +204,11 @@ class RoundDrafter(ABC):
         """Whether it ever does."""
         return True
 
+    @property
+    def reads_every_step(self) -> bool:
+        """Whether it has to be shown steps behind which it drafts for nobody, if it observes."""
+        return True
+
     @abstractmethod
     def round_drafts(
         self, columns: DraftColumns, rounds: int, rows: int

@@ -178,6 +178,11 @@ class HybridProposer(DelegatingProposer, ColumnDrafter, ColumnFollower, RoundDra
             and not says_itself(self, HybridProposer.propose)
         )
 
+    @property
+    def reads_every_step(self) -> bool:
+        inner: object = self.inner
+        return not isinstance(inner, RoundDrafter) or inner.reads_every_step
+
     def round_drafts(
         self, columns: DraftColumns, rounds: int, rows: int
     ) -> tuple[RoundDrafts, RoundFeatures | None] | None:

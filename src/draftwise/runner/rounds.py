@@ -150,7 +150,7 @@ class RoundSteps:
         drafting, budgets = self._drafting, columns.budgets
         watched = drafting.observes_for(members.methods) and len(columns.resting) < len(members.rows)
         if not any(budgets):
-            return None if watched else _NOBODY
+            return None if watched and any(map(self._reads_every_step, members.methods)) else _NOBODY
         found = None
         told_only = watched and 0 in budgets  # some are told of tokens, and do not draft
         if not columns.resting and not told_only:
@@ -158,6 +158,12 @@ class RoundSteps:
         if watched and (found is None or found.features is None):
             return None
         return found or _ELSEWHERE
+
+    def _reads_every_step(self, method: str) -> bool:
+        if not self._drafting.observes_for({method}):
+            return False
+        proposer = self._drafting.native(method)
+        return not drafts_rounds(proposer) or proposer.reads_every_step
 
     def _native(self, members: Members, budgets: array[int], rounds: int, rows: int) -> _Drafter | None:
         """The drafter of all of them, if native code can draft for it."""

@@ -262,6 +262,10 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower, RoundDr
             heads.native is not None and not heads.finishes and not says_itself(self, MedusaProposer.propose)
         )
 
+    @property
+    def reads_every_step(self) -> bool:
+        return False
+
     def round_drafts(
         self, columns: DraftColumns, rounds: int, rows: int
     ) -> tuple[RoundDrafts, RoundFeatures] | None:
