@@ -253,9 +253,17 @@ class RoundGuesses(RoundDrafts):
         target_ids: Tensor | None,
         tree: tuple[Sequence[int], Sequence[int]] | None,
     ) -> None:
-        """``budgets`` [R]: drafts of each, at most; ``kind``: how chains are drawn, if "sampled" over the target's
-        tokens; ``method``: number of its name; ``max_len``: no draft stands at this position or behind it;
-        ``target_ids`` int64 [Vd]: the token that each drawn id stands for; ``tree``: parents and ranks."""
+        """What all requests have in common, and how much each wants.
+
+        Args:
+            heads: those that draft.
+            budgets: [R] drafts of each, at most.
+            kind: how chains are drawn; if "sampled", over the target's tokens.
+            method: the number of its name.
+            max_len: no draft stands at this position or behind it.
+            target_ids: int64 [Vd], the token that each drawn id stands for; None: itself.
+            tree: parents and ranks; None: they want chains.
+        """
         nodes = None if tree is None else array("i", [*tree[0], *tree[1]])
         self._kept = heads, budgets, target_ids, nodes
         self._q: Tensor | None = None
