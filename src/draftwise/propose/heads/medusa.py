@@ -90,9 +90,7 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower, RoundDr
         self._told: tuple[Sequence[int], npt.NDArray[np.int64]] | None = None  # the same of many requests
         self._logits = torch.empty(0)  # [heads, R, Vd] float32, of the rows of the present call
         self._room: torch.Tensor | None = None  # [2, n, H] hidden states of rounds
-        self._rounds: tuple[list[int], array[int]] | None = (
-            None  # of whom, and rows of each in the latest one
-        )
+        self._rounds: tuple[list[int], array[int]] | None = None  # whose they are, and rows of each
         self._columns: list[int] = []  # of the trees of the present call: index of each in the rows
 
     @classmethod
@@ -257,10 +255,8 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower, RoundDr
 
     @property
     def in_rounds(self) -> bool:
-        heads = self._heads
-        return (
-            heads.native is not None and not heads.finishes and not says_itself(self, MedusaProposer.propose)
-        )
+        own = not says_itself(self, MedusaProposer.propose)
+        return own and self._heads.native is not None and not self._heads.finishes
 
     @property
     def reads_every_step(self) -> bool:

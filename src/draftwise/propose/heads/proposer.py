@@ -91,10 +91,7 @@ class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
         self._most = ANY_LENGTH  # drafts in a row
         self._join = head.feature_join()
         self._room: torch.Tensor | None = None  # [2, n, F] features of rounds
-        self._first, self._half = (
-            0,
-            1,
-        )  # the half with which the latest rounds began, and that of the last one
+        self._first, self._half = 0, 1  # halves of it: where the latest rounds began, and where they ended
         self._together: tuple[list[int], list[int]] | None = None
         """The requests of the latest call, if the head did all of it at once, and the stored leading tokens of
         each."""

@@ -6,6 +6,13 @@
 
 namespace dw {
 
+int64_t draw_one(const float* row, const ChainKey* keys, int64_t chain, int32_t stream, int64_t step, const int64_t* target_ids, float* q,
+                 int64_t vocab) {
+  const int64_t token =
+      stream == NO_NOISE ? sample_kernels().argmax(row, vocab) : draw_draft(row, keys[chain], stream, step, target_ids, q, vocab);
+  return target_ids != nullptr ? target_ids[token] : token;
+}
+
 void draw_chains(Pool* pool, const float* logits, int64_t steps, int64_t requests, int64_t vocab,
                         const ChainKey* keys, int32_t stream, const int64_t* target_ids, int64_t* tokens, float* q) {
   struct Context {
@@ -24,11 +31,8 @@ void draw_chains(Pool* pool, const float* logits, int64_t steps, int64_t request
         const Context& c = *(const Context*)arg;
         const int64_t request = place / c.steps, step = place % c.steps;
         const float* row = c.logits + (step * c.requests + request) * c.vocab;
-        const int64_t token = c.stream == NO_NOISE
-                                  ? sample_kernels().argmax(row, c.vocab)
-                                  : draw_draft(row, c.keys[request], c.stream, step, c.target_ids,
-                                               c.q != nullptr ? c.q + place * c.vocab : nullptr, c.vocab);
-        c.tokens[place] = c.target_ids != nullptr ? c.target_ids[token] : token;
+        c.tokens[place] = draw_one(row, c.keys, request, c.stream, step, c.target_ids,
+                                   c.q != nullptr ? c.q + place * c.vocab : nullptr, c.vocab);
       },
       &context);
 }

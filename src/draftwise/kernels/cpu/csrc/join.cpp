@@ -8,12 +8,6 @@
 #include "linear.h"
 #include "ops.h"
 
-namespace {
-
-constexpr int64_t SHARED_WORK = 4 << 20;  // rows times bytes of weights from which a second thread brings more than it costs
-
-}  // namespace
-
 void dw::join_layers(Pool* pool, const Linear* layer, const void* const* parts, int64_t count, int64_t width, int64_t rows,
                      const float* norm, float eps, void* out) {
   const DType dtype = linear_input_dtype(layer);
@@ -23,7 +17,7 @@ void dw::join_layers(Pool* pool, const Linear* layer, const void* const* parts, 
   for (int64_t r = 0; r < rows; r++)
     for (int64_t i = 0; i < count; i++)
       memcpy(joined.data() + (size_t)(r * count + i) * bytes, (const char*)parts[i] + (size_t)r * bytes, bytes);
-  Pool* own = rows * linear_bytes(layer) < SHARED_WORK ? nullptr : pool;
+  Pool* own = pool_for(pool, layer, rows);
   linear_forward(own, layer, joined.data(), count * width, out, (int64_t)outputs, dtype, rows);
   if (norm != nullptr) rms_norm(own, dtype, out, norm, eps, out, rows, (int64_t)outputs);
 }

@@ -74,6 +74,8 @@ void linear_run(Pool*, const LinearCall*);
 // One of `parts` equal parts of it, on the calling thread: for threads that share the work by themselves. Few rows only:
 // each part packs them for itself.
 void linear_run_part(const LinearCall*, int part, int parts);
+// The pool, or null for a product that is quicker on the calling thread alone: it stands between passes, and is small.
+Pool* pool_for(Pool*, const Linear*, int64_t rows);
 // With EP_STORE.
 void linear_forward(Pool*, const Linear*, const void* x, int64_t ldx, void* out, int64_t ldo, DType io_out, int64_t rows);
 

@@ -206,6 +206,11 @@ void linear_free(Linear* w) {
 int64_t linear_outputs(const Linear* w) { return w->outputs; }
 int64_t linear_inputs(const Linear* w) { return w->inputs; }
 DType linear_input_dtype(const Linear* w) { return w->input; }
+Pool* pool_for(Pool* pool, const Linear* w, int64_t rows) {
+  constexpr int64_t SHARED_WORK = 4 << 20;  // rows times bytes of weights from which a second thread brings more than it costs
+  return rows * linear_bytes(w) < SHARED_WORK ? nullptr : pool;
+}
+
 int64_t linear_bytes(const Linear* w) {
   return w->panels * (w->panel_bytes() + (w->bias == nullptr ? 0 : kPanel * 4) + (w->scale == nullptr ? 0 : kPanel * 4));
 }

@@ -7,15 +7,6 @@
 #include "ops.h"
 
 namespace dw {
-namespace {
-
-constexpr int64_t SHARED_WORK = 4 << 20;  // rows times bytes of weights from which a second thread brings more than it costs
-
-// The pool of a layer, or null for one that is quicker on this thread alone.
-Pool* worth(Pool* pool, const Linear* layer, int64_t rows) { return rows * linear_bytes(layer) < SHARED_WORK ? nullptr : pool; }
-
-}  // namespace
-
 int64_t medusa_vocab(const MedusaLayers& of) { return linear_outputs(of.outputs[0]); }
 
 void medusa_logits(Pool* pool, const MedusaLayers& of, const void* hidden, int64_t rows, int64_t count, float* logits) {
@@ -30,7 +21,7 @@ void medusa_logits(Pool* pool, const MedusaLayers& of, const void* hidden, int64
   static thread_local std::vector<char> memory;
   memory.resize(bytes * (size_t)(rows * (of.heads + count)));
   char *products = memory.data(), *states = products + bytes * (size_t)(rows * of.heads);
-  linear_forward(worth(pool, of.first, rows), of.first, hidden, width, products, of.heads * width, dtype, rows);
+  linear_forward(pool_for(pool, of.first, rows), of.first, hidden, width, products, of.heads * width, dtype, rows);
   // Example: two heads, three rows: the state of head 1 in row 2 is row 1 * 3 + 2, made of row 2 * 2 + 1 of the products.
   for (int64_t i = 0; i < count; i++)
     for (int64_t r = 0; r < rows; r++)
@@ -41,14 +32,14 @@ void medusa_logits(Pool* pool, const MedusaLayers& of, const void* hidden, int64
     for (int64_t j = 0; j < later; j++) {
       const Linear* layer = of.later[i * later + j];
       require(linear_inputs(layer) == width && linear_outputs(layer) == width && linear_input_dtype(layer) == dtype, "residual layers");
-      linear_forward(worth(pool, layer, rows), layer, own, width, products, width, dtype, rows);
+      linear_forward(pool_for(pool, layer, rows), layer, own, width, products, width, dtype, rows);
       silu_add(dtype, products, own, own, rows * width);
     }
     if (of.num_outputs > 1)
-      linear_forward(worth(pool, of.outputs[i], rows), of.outputs[i], own, width, logits + i * rows * vocab, vocab, F32, rows);
+      linear_forward(pool_for(pool, of.outputs[i], rows), of.outputs[i], own, width, logits + i * rows * vocab, vocab, F32, rows);
   }
   if (of.num_outputs == 1)
-    linear_forward(worth(pool, of.outputs[0], count * rows), of.outputs[0], states, width, logits, vocab, F32, count * rows);
+    linear_forward(pool_for(pool, of.outputs[0], count * rows), of.outputs[0], states, width, logits, vocab, F32, count * rows);
 }
 
 }  // namespace dw

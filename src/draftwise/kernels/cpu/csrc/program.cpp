@@ -6,6 +6,7 @@
 
 #include "attention_plan.h"
 #include "boundary.h"
+#include "draws.h"
 #include "experts.h"
 #include "heads.h"
 #include "narrow.h"
@@ -310,13 +311,8 @@ void dw::draw_all(Pool* pool, const float* logits, const ChainOutput* out, int64
         const dw::ChainOutput* o = c.out;
         const int64_t request = c.going != nullptr ? c.going[number] : number, place = request * o->steps + c.step;
         const float* row = c.logits + number * o->vocab;
-        int64_t token;
-        if (o->stream == dw::NO_NOISE)
-          token = dw::sample_kernels().argmax(row, o->vocab);
-        else
-          token = dw::draw_draft(row, o->keys[request], o->stream, c.step, o->target_ids,
-                                 o->q != nullptr ? o->q + place * o->vocab : nullptr, o->vocab);
-        o->tokens[place] = o->target_ids != nullptr ? o->target_ids[token] : token;
+        o->tokens[place] = dw::draw_one(row, o->keys, request, o->stream, c.step, o->target_ids,
+                                        o->q != nullptr ? o->q + place * o->vocab : nullptr, o->vocab);
       },
       &context);
 }
