@@ -13,7 +13,7 @@ import torch
 
 from draftwise import LLM, SamplingParams
 from draftwise.attention.torch_static import TorchStaticAttention
-from draftwise.kernels.base import Linear
+from draftwise.kernels.handles import Linear
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel

@@ -3,17 +3,20 @@ scheduler."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from draftwise import LLM, SamplingParams
+from draftwise import LLM, LoRARequest, SamplingParams
+from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError
 from draftwise.sched import rounds as sched_rounds
 from draftwise.sched import scheduler
 from draftwise.sched.columns import PlanColumns
 from draftwise.types import StepPlan, StepResult
+from tests.fakes.lora import save_adapter
 from tests.native import native_or_skip
 
 PROMPTS = ["def main(", "class Point:\n    def __init__(self, x, y", "import os\nimport sys\n\nfor name in"]
@@ -242,3 +245,33 @@ def test_where_there_are_none() -> None:
         LLM(rounds_per_step=4, async_scheduling=True)
     with pytest.raises(ConfigError, match="rounds_per_step"):
         LLM(rounds_per_step=0)
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "mtp"])
+def test_requests_with_adapters_go_in_rounds(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    native_or_skip()
+    for module in (sched_rounds, scheduler):
+        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    own = [
+        LoRARequest(f"a{i}", i, save_adapter(tmp_path / f"a{i}", embedded_path("target"), i, size=0.15))
+        for i in (1, 2)
+    ]
+    options: dict[str, Any] = {"speculative_config": {"method": method}, "speculation_control": "static"}
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    found = []
+    for rounds in (1, 8):
+        with LLM(rounds_per_step=rounds, enable_lora=True, **options) as llm:
+            texts = []
+            for adapters in ([None, own[0], own[1]], [own[1], None, own[1]]):
+                outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=adapters)
+                texts.append([output.outputs[0].token_ids for output in outputs])
+            found.append(texts)
+            if rounds > 1:
+                assert llm._engine is not None
+                assert llm._engine.core.totals.num_steps > 1.5 * llm._engine.core.scheduler._step
+            llm.check_integrity()
+    assert found[0] == found[1]
+    (first, second) = found[0]
+    assert first[2] == second[2] and first[0] != second[0] and first[1] != second[1]

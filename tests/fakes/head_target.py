@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from draftwise.config import SpeculativeConfig
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear
 from draftwise.models.base import SharedWeights
 from draftwise.propose.base import ProposerContext
 

@@ -10,10 +10,11 @@ import torch
 from tests.native import forced_isa, native_or_skip
 from torch import Tensor
 
-from draftwise.kernels.base import FUNCTIONS, HeadShape, Linear, Norm
+from draftwise.kernels.base import FUNCTIONS, HeadShape
 from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kernels.handles import Linear, Norm
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVLayerSpec, KVStorage, dequantized
 from draftwise.types import AttentionBatch

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.base import Linear
+from draftwise.kernels.handles import Linear
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.triton import linear as products
 from draftwise.kernels.triton.availability import equal_bits_shown, interpreted

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend, attend
-from draftwise.kernels.base import Experts, Heads, HeadShape, Linear, Ops
+from draftwise.kernels.base import HeadShape, Ops
+from draftwise.kernels.handles import Experts, Heads, Linear
 from draftwise.kernels.mixture import GroupedExperts, StackedHeads, gated, mix, route
 from draftwise.kernels.routing import Activation, Routing
 from draftwise.types import AttentionBatch

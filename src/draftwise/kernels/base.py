@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draftwise.kernels.additions import Additions, AdditionSite
+from draftwise.kernels.handles import Experts, Heads, LayerNorm, Linear, Norm, Rope
 from draftwise.kernels.routing import Activation, Routing
 from draftwise.quantization.weights import QuantizedWeight, ReadRows
 from draftwise.types import AttentionBatch, ChainDraws
@@ -34,64 +36,6 @@ FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 """The functions of `Ops.unary`."""
 _READ = 4 << 20
 """Numbers of a weight that are read at a time."""
-
-
-class Linear:
-    """Handle of a packed linear layer; made by `Ops.pack_linear`, read only by the same Ops."""
-
-    __slots__ = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes kept for it: as packed, scales and padding included; 0 if the memory is another parameter's."""
-        raise NotImplementedError(f"{type(self).__name__} does not report its size")
-
-
-class Experts:
-    """Handle of a mixture of experts; made by `Ops.pack_experts`, read only by the same Ops."""
-
-    __slots__ = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes kept for all its layers."""
-        raise NotImplementedError(f"{type(self).__name__} does not report its size")
-
-
-class Heads:
-    """Handle of a linear layer for each head; made by `Ops.pack_heads`, read only by the same Ops."""
-
-    __slots__ = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes kept for all of them."""
-        raise NotImplementedError(f"{type(self).__name__} does not report its size")
-
-
-class Norm:
-    """Handle of a packed RMSNorm weight with its epsilon; made by `Ops.pack_norm`."""
-
-    __slots__ = ()
-
-
-class LayerNorm(Norm):
-    """``weight`` [H] float32, ``bias`` [H] float32 or None, ``eps``."""
-
-    __slots__ = ("bias", "eps", "weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        self.weight, self.bias, self.eps = (
-            weight.contiguous(),
-            None if bias is None else bias.contiguous(),
-            eps,
-        )
-
-
-class Rope:
-    """Handle of the rotations of every position a model can reach; made by `Ops.pack_rope`."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +131,15 @@ class Ops(ABC):
     def pack_exact(self, weight: Tensor) -> Linear:
         """As `pack_linear`, of weights that are not rounded whatever the others are: low-rank parts of adapters."""
         return self.pack_linear(weight)
+
+    def pack_additions(self, sites: Sequence[AdditionSite]) -> Additions | None:
+        """Room for the adapters of a model, for passes that are recorded; None: nothing is added in those."""
+        return None
+
+    def add_low_rank(self, x: Tensor, out: Tensor, additions: Additions, site: int) -> None:
+        """Record that ``out`` [T, outputs], what layer number ``site`` makes of ``x`` [T, inputs], gets what each row's
+        adapter adds (`StepInput.adapters`)."""
+        raise NotImplementedError(f"{type(self).__name__} records no additions")
 
     def pack_heads(self, weight: Tensor) -> Heads:
         """``weight`` [heads, out, in]: a linear layer for each head, never rounded."""

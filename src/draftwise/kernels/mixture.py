@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwise.kernels.base import Experts, Heads, Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Experts, Heads, Linear
 from draftwise.kernels.routing import Activation, Routing
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from draftwise.kernels.base import Experts, Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Experts, Linear
 from draftwise.kernels.ranks import Part, Ranks, vocabulary_step
 
 

@@ -16,7 +16,8 @@ from draftwise.attention.base import AttentionBackend
 from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.kernels import onednn
 from draftwise.kernels.attending import AttendingOps
-from draftwise.kernels.base import HeadShape, Linear, Norm, Rope
+from draftwise.kernels.base import HeadShape
+from draftwise.kernels.handles import Linear, Norm, Rope
 from draftwise.kv.storage import write_entries
 
 _TIED_PACKED = 1 << 22  # elements up to which a tied output layer is packed beside the embedding table

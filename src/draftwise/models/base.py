@@ -11,10 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
 from draftwise.kernels.cpu.program import Program
 from draftwise.kernels.cpu.rounds import RoundPasses
+from draftwise.kernels.handles import Linear
 from draftwise.kv.states import StateSpec
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig as ModelConfig  # part of this contract
@@ -189,8 +190,9 @@ class DecoderModel(ABC):
         """
         return None
 
-    def pass_of(self, kv: KVStorage, capture: Sequence[int]) -> Program | None:
-        """The pass that `forward_logits` replays with these captured layers, if that is all it does."""
+    def pass_of(self, kv: KVStorage, capture: Sequence[int], *, adapted: bool = False) -> Program | None:
+        """The pass that `forward_logits` replays with these captured layers, if that is all it does. ``adapted``: for
+        batches of which a request has an adapter."""
         return None
 
     def round_passes(self, asked: BookDrafts, kv: KVStorage, rows: int) -> RoundPasses | None:

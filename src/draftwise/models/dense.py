@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from draftwise.kernels.base import HeadShape, Linear, Ops, Rope
+from draftwise.kernels.base import HeadShape, Ops
+from draftwise.kernels.handles import Linear, Rope
 from draftwise.kernels.split import known_table, packed_head, packed_tied_head
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftwise.errors import ConfigError, DraftwiseError, ModelLoadError
-from draftwise.kernels.base import Linear
+from draftwise.kernels.handles import Linear
 from draftwise.kernels.ranks import Part
 from draftwise.kernels.select import native_reason
 from draftwise.kernels.torch_ops import TorchOps

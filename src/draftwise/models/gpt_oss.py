@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear
 from draftwise.kernels.routing import Activation, Routing
 from draftwise.kernels.split import summed_experts
 from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int, windows_of_types

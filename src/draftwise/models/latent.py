@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Heads, Linear, Norm, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Heads, Linear, Norm
 from draftwise.kernels.split import summed
 from draftwise.models.config import LatentConfig, ModelConfig
 from draftwise.models.cuts import BY_INPUTS, Split, by_outputs

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import HeadShape, Linear, Norm, Ops, Rope
+from draftwise.kernels.base import HeadShape, Ops
+from draftwise.kernels.handles import Linear, Norm, Rope
 from draftwise.kernels.split import summed
 from draftwise.kv.storage import KVLayerSpec
 from draftwise.models.config import ModelConfig

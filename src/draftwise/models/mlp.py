@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Experts, Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Experts, Linear
 from draftwise.kernels.ranks import Part
 from draftwise.kernels.routing import SILU, Activation, Routing
 from draftwise.kernels.split import summed, summed_experts

@@ -43,6 +43,16 @@ class RecordedDecoder(WrappedDecoder):
         self._programs.clear()
         self.same_bits = not self._eager
 
+    @property
+    def records(self) -> bool:
+        """Whether passes are replayed; else the model runs call by call."""
+        return not self._eager
+
+    def of(self, model: DecoderModel) -> RecordedDecoder | None:
+        """Another model on the same operations, replayed; None: it cannot be recorded."""
+        found = RecordedDecoder(model, self._ops)
+        return found if found.records else None
+
     def shared_weights(self) -> SharedWeights:
         return self.inner.shared_weights()
 
@@ -89,7 +99,8 @@ class RecordedDecoder(WrappedDecoder):
             return None
         return program.chains(batch, _head_rows(batch, rows), steps, draws)
 
-    def pass_of(self, kv: KVStorage, capture: Sequence[int]) -> Program | None:
+    def pass_of(self, kv: KVStorage, capture: Sequence[int], *, adapted: bool = False) -> Program | None:
+        assert not adapted, "see AdaptedDecoder"
         return self._program(kv, capture)
 
     def draft_books(self, asked: BookDrafts, kv: KVStorage) -> InBooks | None:

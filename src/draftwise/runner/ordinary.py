@@ -282,6 +282,7 @@ class Members:
         """Their `Row.kind`; 0: they differ."""
         adapters = tuple([row.adapter for row in self.rows])
         self.adapters = adapters if any(adapters) else None
+        self.adapters_np = np.array(adapters, np.int64) if self.adapters else None
 
 
 def _apart(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from draftwise.kernels.cpu.attention import address
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.program import Program, Results
@@ -112,7 +113,7 @@ class RoundSteps:
         members = self._ordinary.members(columns.rids, rows)
         if self._asked is None or self._asked[0] is not members:
             self._asked = members, self._must_show(members)
-        if self._asked[1] or members.adapters or self._drafting.transfers:
+        if self._asked[1] or self._drafting.transfers:
             return None
         count, budgets = len(members.rows), columns.budgets
         nodes = count * min(max(max(budgets), max(columns.num_draft)), MAX_TREE_NODES)
@@ -121,7 +122,7 @@ class RoundSteps:
         drafter = self._drafter(members, columns, plan.rounds, count + nodes)
         if drafter is None:
             return None
-        room = self._room_for(count + nodes)
+        room = self._room_for(count + nodes, adapted=members.adapters is not None)
         if room is None:
             return None
         record, answers = RoundsRecord(), _Answers(plan.rounds, count, nodes)
@@ -175,9 +176,10 @@ class RoundSteps:
         found = proposer.round_drafts(self._placing.columns(wanted), rounds, rows)
         return None if found is None else _Drafter(proposer, *found)
 
-    def _room_for(self, rows: int) -> _Room | None:
-        """Results with room for so many rows, of the pass that captures what drafters look at."""
-        program = self._model.pass_of(self._storage, self._drafting.capture_layers)
+    def _room_for(self, rows: int, *, adapted: bool) -> _Room | None:
+        """Results with room for so many rows, of the pass that captures what drafters look at; with or without
+        adapters."""
+        program = self._model.pass_of(self._storage, self._drafting.capture_layers, adapted=adapted)
         if program is None:
             return None
         room = self._room
@@ -206,7 +208,11 @@ class RoundSteps:
         record.wanted, record.budgets = columns.num_draft.buffer_info()[0], columns.budgets.buffer_info()[0]
         results = room.results
         record.program, record.room = room.program.pointer, room.rows
-        record.passes = ctypes.pointer(room.program.goes_to(results, head_only=drafter.features is None))
+        own = members.adapters_np
+        passes = room.program.goes_to(
+            results, head_only=drafter.features is None, adapters=None if own is None else address(own)
+        )
+        record.passes = ctypes.pointer(passes)
         record.logits, record.vocab = results.logits.data_ptr(), results.logits.shape[1]
         record.pools, record.num_pools = ctypes.addressof(self._pools), len(self._pools)
         cuts = None

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Linear
 from draftwise.kernels.cpu.attention import DTYPES, address
 from draftwise.kernels.cpu.chains import ChainOutput, fill_draws, target_ids_at
 from draftwise.kernels.cpu.checks import require
@@ -21,6 +20,7 @@ from draftwise.kernels.cpu.linear import NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.program import PassInput, Program
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
+from draftwise.kernels.handles import Linear
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws
 
 _PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Experts, Linear
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.kernels.cpu.linear import DTYPE_CODES, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kernels.handles import Experts, Linear
 from draftwise.kernels.routing import Activation, Routing
 
 _PTR, _INT, _I32, _I64, _F32 = (

@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Norm, Rope
 from draftwise.kernels.cpu.checks import require
+from draftwise.kernels.handles import Norm, Rope
 
 _PTR, _INT, _I64, _F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Heads
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
 from draftwise.kernels.cpu.linear import NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kernels.handles import Heads
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 

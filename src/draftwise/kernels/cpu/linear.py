@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Linear
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import Isa, NativeLibrary, release_with
 from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kernels.handles import Linear
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import E2M1, NF4, QuantizedWeight, quantize
 

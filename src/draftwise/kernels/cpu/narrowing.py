@@ -13,13 +13,13 @@ from draftwise.kernels.cpu.linear import Epilogue
 from draftwise.kernels.cpu.program import Operation
 
 # dw::OpKind of csrc/program.h
-_LINEAR, _ROPE_WRITE, _ATTENTION, _NARROW = 5, 6, 7, 21
+_LINEAR, _ROPE_WRITE, _ATTENTION, _NARROW, _ADAPT = 5, 6, 7, 21, 22
 _RANKS = range(60, 63)
 """What ranks do together: all with the same rows, whatever each of them is asked for."""
 _TWO = frozenset((3, 6, 9, 10, 11, 12, 18))
 """Those that read y: ADD_RMS_NORM, ROPE_WRITE, CONCAT, ADD, CLEAR_FIRST, EXPERTS, MUL."""
-_IN_PLACE = frozenset((6, 10, 11, 14, 15))
-"""Those without a result of their own: ROPE_WRITE, ADD, CLEAR_FIRST, SCALE, SOFTCAP."""
+_IN_PLACE = frozenset((6, 10, 11, 14, 15, 22))
+"""Those without a result of their own: ROPE_WRITE, ADD, CLEAR_FIRST, SCALE, SOFTCAP, ADAPT."""
 
 
 def with_narrowing(
@@ -39,7 +39,7 @@ def with_narrowing(
         return list(body)
     place = attentions[-1]
     tail = body[place:]
-    if any(operation.kind == _ROPE_WRITE or operation.kind in _RANKS for operation in tail):
+    if any(operation.kind == _ROPE_WRITE or _among_ranks(operation) for operation in tail):
         return list(body)
     alive: list[int] = []
     written: set[int] = set()
@@ -53,10 +53,14 @@ def with_narrowing(
     return [*body[:place], *moves, *tail]
 
 
+def _among_ranks(operation: Operation) -> bool:
+    return operation.kind in _RANKS or (operation.kind == _ADAPT and operation.weight2 is not None)
+
+
 def _read(operation: Operation) -> Iterator[int]:
     """Buffers whose rows it reads."""
     yield operation.x
     if operation.kind in _TWO:
         yield operation.y
-    if operation.kind == _LINEAR and operation.epilogue == Epilogue.ADD:
+    if operation.kind == _ADAPT or (operation.kind == _LINEAR and operation.epilogue == Epilogue.ADD):
         yield operation.out

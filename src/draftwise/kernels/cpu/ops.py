@@ -14,7 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Experts, Heads, HeadShape, LayerNorm, Linear, Norm, Ops, Rope
+from draftwise.kernels.additions import Additions, AdditionSite
+from draftwise.kernels.base import HeadShape, Ops
+from draftwise.kernels.cpu.adapters import NativeAdditions
 from draftwise.kernels.cpu.attention import DTYPES, NativeAttention
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.draws import DrawKernels
@@ -28,6 +30,7 @@ from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.recording import recording_of
 from draftwise.kernels.cpu.rows import RowKernels
 from draftwise.kernels.cpu.tape import Symbol
+from draftwise.kernels.handles import Experts, Heads, LayerNorm, Linear, Norm, Rope
 from draftwise.kernels.routing import Activation, Routing
 from draftwise.quantization.weights import QuantizedWeight
 from draftwise.types import AttentionBatch, ChainDraws
@@ -159,6 +162,13 @@ class NativeOps(Ops):
         self, logits: Tensor, draws: ChainDraws, target_ids: Tensor | None = None
     ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
         return self._draws.chains(logits, draws, target_ids)
+
+    def pack_additions(self, sites: Sequence[AdditionSite]) -> Additions | None:
+        return NativeAdditions(self.library, sites, self._dtype)
+
+    def add_low_rank(self, x: Tensor, out: Tensor, additions: Additions, site: int) -> None:
+        assert isinstance(x, Symbol) and isinstance(additions, NativeAdditions)
+        recording_of(x).add_low_rank(x, out, additions, site)
 
     def columns(self, x: Tensor, start: int, count: int) -> Tensor:
         if isinstance(x, Symbol):

@@ -70,6 +70,7 @@ class PassInput(ctypes.Structure):
         ("arena", _PTR),
         ("capacity", _I64),
         ("externals", _PTR),
+        ("adapters", _PTR),
         ("batch", BatchView),
     )
 
@@ -283,15 +284,16 @@ class Program:
         """Tensors for what passes of up to so many rows write, with logits of all of them; see `goes_to`."""
         return self._results(rows, rows)
 
-    def goes_to(self, results: Results, *, head_only: bool) -> PassInput:
+    def goes_to(self, results: Results, *, head_only: bool, adapters: int | None = None) -> PassInput:
         """The inputs of native code for passes of its own, which fills in their rows: let them write there. The arena
-        has room for as many rows. ``head_only``: as in `run`."""
+        has room for as many rows. ``head_only``: as in `run`. ``adapters``: address of those of the requests, int64."""
         rows = results.logits.shape[0]
         if rows > self._input.capacity:
             self._grow(rows)
         for place, at in enumerate(results.places, self._first_result):
             self._externals[place] = at
         self._input.head_only = head_only
+        self._input.adapters = adapters
         return self._input
 
     @property
@@ -336,7 +338,7 @@ class Program:
         *,
         own: bool = False,
         head_only: bool = False,
-    ) -> tuple[Results, object, object, object]:
+    ) -> tuple[Results, object, object, object, object]:
         """Fill in the input of a pass: its results, and what must be kept until it has run. ``room``: rows that later
         passes over the same results may have; ``own``: nobody reads the results but native code, which reads the
         head's rows; ``head_only``: nobody reads more than logits."""
@@ -366,7 +368,9 @@ class Program:
         call.head_rows = count
         call.head_index = None if index is None else address(index)
         call.head_only = own or head_only
-        return results, fill_view(call.batch, batch.attention, rows), index, given
+        adapters = None if batch.adapters is None else np.array(batch.adapters, np.int64)
+        call.adapters = None if adapters is None else address(adapters)
+        return results, fill_view(call.batch, batch.attention, rows), index, given, adapters
 
     def give_features(self, features: Tensor | None, rows: int) -> None:
         """Let the next pass read these, [rows, F], where the recording asked for features."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.base import Linear
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kernels.handles import Linear
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import QuantizedWeight, ReadRows, quantize_read
 

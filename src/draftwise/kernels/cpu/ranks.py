@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwise.kernels.additions import Additions, AdditionSite
+from draftwise.kernels.cpu.adapters import NativeAdditions
 from draftwise.kernels.cpu.attention import DTYPES, address
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
@@ -94,6 +96,9 @@ class SharedRanks(Ranks):
 
 class SplitNativeOps(SplitOps, NativeOps):
     """`NativeOps` of one rank of several."""
+
+    def pack_additions(self, sites: Sequence[AdditionSite]) -> Additions | None:
+        return NativeAdditions(self.library, sites, self._dtype, self.ranks)
 
     def sum_ranks(self, x: Tensor) -> Tensor:
         if isinstance(x, Symbol):

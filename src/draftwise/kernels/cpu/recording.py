@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape
+from draftwise.kernels.cpu.adapters import NativeAdditions
 from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, is_latent, kv_parts, sinks_of
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.experts import NativeExperts
 from draftwise.kernels.cpu.heads import NativeHeads
 from draftwise.kernels.cpu.row_tape import RowTape
-from draftwise.kernels.cpu.tape import RecordingError, Symbol, as_tensor, buffer_of
+from draftwise.kernels.cpu.tape import ADAPT, RecordingError, Symbol, as_tensor, buffer_of
 from draftwise.kernels.ranks import Ranks, vocabulary_step
 
 # dw::OpKind of csrc/program.h
@@ -68,6 +69,24 @@ class Recording(RowTape):
             weight=weight.pointer,
         )
         return as_tensor(out)
+
+    def add_low_rank(self, x: object, out: object, additions: NativeAdditions, site: int) -> None:
+        """See `Ops.add_low_rank`. What the layer makes is no plain product any more, with which others are fused."""
+        source, target = buffer_of(x), buffer_of(out)
+        sizes = additions.sites[site]
+        require((source.width, target.width) == (sizes.inputs, sizes.outputs), "rows of the layer's sizes")
+        require(source.dtype is target.dtype is self._dtype, "rows of the model's type")
+        self._kept.append(additions)
+        self._append(
+            ADAPT,
+            x=source.number,
+            out=target.number,
+            width=source.width,
+            out_width=target.width,
+            num_heads=site,
+            weight=additions.pointer,
+            weight2=self._exchange(additions.ranks) if sizes.summed and additions.ranks is not None else None,
+        )
 
     def columns(self, x: object, start: int, count: int) -> Tensor:
         source = buffer_of(x)

@@ -114,16 +114,16 @@ class RowTape(Tape):
         size = source.width // 2
         out = self._new(size, self._dtype)
         product = self._product_of(source)
-        if product is not None and any(
-            isinstance(kept, NativeLinear) and kept.paired and kept.pointer == product.weight
-            for kept in self._kept[-1:]
-        ):
+        if product is not None and product.weight in self._paired:
             product.epilogue = Epilogue.SILU_MUL
             product.out = out.buffer.number
             product.out_width = size
             source.gone = True
         else:
-            self._append(_SILU_MUL, x=source.number, out=out.buffer.number, width=size)
+            # a product that was added to keeps the bits of those that were not
+            adapted = self._adapted_product(source)
+            paired = adapted is not None and adapted.weight in self._paired
+            self._append(_SILU_MUL, x=source.number, out=out.buffer.number, width=size, epilogue=int(paired))
         return as_tensor(out)
 
     def linear(self, x: object, weight: NativeLinear, dtype: torch.dtype | None = None) -> Tensor:
@@ -131,6 +131,8 @@ class RowTape(Tape):
         dtype = dtype or self._dtype
         out = self._new(weight.outputs, dtype)
         self._kept.append(weight)
+        if weight.paired:
+            self._paired.add(weight.pointer)
         self._append(
             LINEAR,
             x=source.number,

@@ -7,12 +7,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import FUNCTIONS, HeadShape, LayerNorm, Norm
+from draftwise.kernels.base import FUNCTIONS, HeadShape
 from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, is_latent, kv_parts
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.handles import NativeNorm, RopeCall, norms_of, result_of
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pool import ThreadPool
+from draftwise.kernels.handles import LayerNorm, Norm
 
 _PTR, _INT, _I64, _F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 

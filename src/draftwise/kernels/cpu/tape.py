@@ -20,8 +20,8 @@ from draftwise.kernels.cpu.narrowing import with_narrowing
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.program import ALIGNMENT, Operation, Program
 
-LINEAR = 5
-"""dw::OpKind of the operation that others are fused with."""
+LINEAR, ADAPT = 5, 22
+"""dw::OpKind of the operation that others are fused with, and of that which adds to its result."""
 
 
 class RecordingError(Exception):
@@ -93,6 +93,7 @@ class Tape:
         self._exact: list[int] = []  # as they are; a number is given out again for rows as wide
         self._free: dict[int, list[int]] = {}  # bytes per row -> unused buffers
         self._kept: list[object] = []  # what operations point to
+        self._paired: set[int] = set()  # addresses of weights of products gate | up
         self._body: list[Operation] = []
         self._head: list[Operation] = []
         self._target = self._body
@@ -147,6 +148,13 @@ class Tape:
         if last is None or last.kind != LINEAR or last.out != buffer.number:
             return None
         return last if last.epilogue == Epilogue.STORE and last.out_dtype == self._code else None
+
+    def _adapted_product(self, buffer: Buffer) -> Operation | None:
+        """The operation before the last, if it is a product into this buffer and the last one added to it."""
+        if len(self._target) < 2 or self._target[-1].kind != ADAPT or self._target[-1].out != buffer.number:
+            return None
+        product = self._target[-2]
+        return product if product.kind == LINEAR and product.out == buffer.number else None
 
     def _add_product(self, source: Buffer, target: Buffer) -> bool:
         """Let the product that made ``source``, just recorded, add to ``target`` instead."""

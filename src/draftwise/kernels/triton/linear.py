@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Linear
+from draftwise.kernels.handles import Linear
 from draftwise.kernels.triton.availability import LAUNCH, interpreted, reads_fp8
 from draftwise.kernels.triton.rows import as_bytes, power_of_two
 from draftwise.quantization.weights import QuantizedWeight

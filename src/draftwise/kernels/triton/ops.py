@@ -11,7 +11,8 @@ from draftwise.attention.base import AttentionBackend
 from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels.attending import AttendingOps
-from draftwise.kernels.base import Heads, HeadShape, Linear, Norm, Rope
+from draftwise.kernels.base import HeadShape
+from draftwise.kernels.handles import Heads, Linear, Norm, Rope
 from draftwise.kernels.triton import in_torch, rows
 from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import equal_bits_shown

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from draftwise.kernels.base import Linear, Norm, Ops, Rope
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear, Norm, Rope
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import DecoderModel, LinearSite, LogitsTail, SharedWeights, finish_logits
 from draftwise.models.config import ModelConfig, RawConfig

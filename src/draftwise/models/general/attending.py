@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Norm as PackedNorm
+from draftwise.kernels.handles import Norm as PackedNorm
 from draftwise.models.general.assembled import Pass, Run, attended
 from draftwise.models.general.latent import Latent, latent_of
 from draftwise.models.general.nodes import (

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear
 from draftwise.kernels.ranks import Part
 from draftwise.kernels.routing import Activation
 from draftwise.models.general.deferred import LayerRows, numbers, part, rows_of

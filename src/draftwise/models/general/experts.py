@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import Experts, Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Experts, Linear
 from draftwise.kernels.mixture import gated
 from draftwise.kernels.ranks import Part
 from draftwise.kernels.routing import Activation, Routing

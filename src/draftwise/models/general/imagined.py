@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear
 from draftwise.models.cuts import between
 from draftwise.models.general.imagined_numbers import imagined, multiplied
 from draftwise.models.general.nodes import Embed, Mixture, Node

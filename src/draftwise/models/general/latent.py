@@ -17,7 +17,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Heads, HeadShape, Ops
+from draftwise.kernels.base import HeadShape, Ops
+from draftwise.kernels.handles import Heads
 from draftwise.models.general.attention import LayerCall
 from draftwise.models.general.nodes import Attend, CannotAssemble, Concat, Node, Select
 from draftwise.models.general.plans import LinearRows, as_linear

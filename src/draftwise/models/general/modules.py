@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear
 from draftwise.models.weights import Freed
 
 

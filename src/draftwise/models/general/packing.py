@@ -7,9 +7,9 @@ from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Linear as PackedLinear
-from draftwise.kernels.base import Norm as PackedNorm
 from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear as PackedLinear
+from draftwise.kernels.handles import Norm as PackedNorm
 from draftwise.kernels.split import SplitHead, Summed
 from draftwise.models.base import LinearSite, SitePart
 from draftwise.models.general.attention import LayerCall

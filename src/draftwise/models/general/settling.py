@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear
 from draftwise.models.general.deferred import Deferred, numbers, part
 from draftwise.models.general.expert_weights import ExpertWeights, Form
 from draftwise.models.general.experts import (

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear
 from draftwise.models.checkpoint import TensorEntry, copy_tensors, read_part, read_rows
 from draftwise.models.cuts import Cut, Ranges, between, ranges_of, raw_cuts
 from draftwise.models.general.modules import PackedLinear

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.kernels.base import Linear
 from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
 from draftwise.kernels.cpu.rounds import FeatureJoin, RoundPasses
+from draftwise.kernels.handles import Linear
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import LogitsTail
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
+from draftwise.kernels.base import HeadShape, Ops
+from draftwise.kernels.handles import Linear, Norm
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
 from draftwise.models.heads.base import HeadOutput, TargetLink, pick_rows

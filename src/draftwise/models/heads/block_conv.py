@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear
 from draftwise.models.layers import DenseLayer, Projections
 from draftwise.models.mlp import Mlp
 from draftwise.models.weights import WeightPlan

@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import Linear, Norm, Ops
+from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.linear import NativeLinear
 from draftwise.kernels.cpu.rounds import FeatureJoin
+from draftwise.kernels.handles import Linear, Norm
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig

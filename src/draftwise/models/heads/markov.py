@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.blocks import CorrectionParts
+from draftwise.kernels.handles import Linear
 from draftwise.models.weights import WeightPlan
 
 MARKOV_KINDS: Final = ("vanilla", "gated", "rnn")

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.linear import NativeLinear
 from draftwise.kernels.cpu.medusa import NativeMedusa
 from draftwise.kernels.cpu.ops import NativeOps
+from draftwise.kernels.handles import Linear
 from draftwise.models.base import finish_logits
 from draftwise.models.heads.base import TargetLink, logits_tail
 from draftwise.models.heads.tensors import HeadTensors

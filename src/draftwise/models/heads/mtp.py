@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import HeadShape, Linear, Norm, Ops
+from draftwise.kernels.base import HeadShape, Ops
 from draftwise.kernels.cpu.rounds import FeatureJoin
+from draftwise.kernels.handles import Linear, Norm
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ConfigError
+from draftwise.kernels.additions import Additions
+from draftwise.kernels.cpu.program import Program
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.lora.low_rank import LowRank
@@ -21,11 +23,12 @@ from draftwise.types import AttentionBatch, StateRows, StepInput, TargetOutput
 
 
 class AdaptedDecoder(WrappedDecoder):
-    """``plain`` for requests without an adapter, and the same weights with low-rank additions for the others.
+    """``plain`` for batches without an adapter, and the same weights with low-rank additions for the others.
 
-    Requests without an adapter are computed by ``plain`` as if there were no others, so that they have the very bits of
-    an engine without adapters. The rest are one pass, call by call: recorded passes have no place for additions. A
-    batch of both kinds thus reads the weights twice.
+    Where passes are recorded, one recording with additions serves requests with and without an adapter in one pass: in
+    it a row without one has the very bits of ``plain``. Elsewhere requests without an adapter are computed by ``plain``
+    as if there were no others, so that they have these bits, too; the rest are one pass, call by call, and a batch of
+    both kinds reads the weights twice.
     """
 
     def __init__(self, plain: DecoderModel) -> None:
@@ -44,6 +47,12 @@ class AdaptedDecoder(WrappedDecoder):
             raise ConfigError(f"enable_lora: {error}") from error
         self._pack_with = ops
         self._loaded: dict[int, PackedAdapter] = {}
+        self._recorded: RecordedDecoder | None = None
+        self._additions: Additions | None = None
+        if isinstance(plain, RecordedDecoder) and plain.records:
+            self._additions = self._ops.record(self._sites)
+            if self._additions is not None:
+                self._recorded = plain.of(self._adapted)
 
     # ----------------------------------------------------------------------------------------------- adapters
 
@@ -55,11 +64,15 @@ class AdaptedDecoder(WrappedDecoder):
         """
         assert slot > 0 and slot not in self._loaded
         with torch.inference_mode():
-            self._loaded[slot] = PackedAdapter(adapter, self._sites, self._pack_with)
+            packed = PackedAdapter(adapter, self._sites, self._pack_with)
+        if self._additions is not None:
+            self._additions.put(slot, packed.additions)
+        self._loaded[slot] = packed
 
     def drop(self, slot: int) -> None:
         """Let go of an adapter that no request has. Between two passes."""
-        self._loaded.pop(slot, None)
+        if self._loaded.pop(slot, None) is not None and self._additions is not None:
+            self._additions.drop(slot)
 
     # ------------------------------------------------------------------------------------------------- passes
 
@@ -74,9 +87,13 @@ class AdaptedDecoder(WrappedDecoder):
         return output, found
 
     def logits_alone(self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None) -> Tensor:
-        if batch.adapters is None or not any(batch.adapters):
-            return self.inner.logits_alone(batch, kv, rows)
-        return super().logits_alone(batch, kv, rows)
+        model = self._whole_pass(batch)
+        return super().logits_alone(batch, kv, rows) if model is None else model.logits_alone(batch, kv, rows)
+
+    def pass_of(self, kv: KVStorage, capture: Sequence[int], *, adapted: bool = False) -> Program | None:
+        if adapted:
+            return None if self._recorded is None else self._recorded.pass_of(kv, capture)
+        return self.inner.pass_of(kv, capture)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.inner.logits(hidden)
@@ -98,12 +115,13 @@ class AdaptedDecoder(WrappedDecoder):
         capture: Sequence[int],
         logits: bool,
     ) -> tuple[TargetOutput, Tensor | None]:
-        adapters = batch.adapters
-        if adapters is None or not any(adapters):
+        model = self._whole_pass(batch)
+        if model is not None:
             if logits:
-                return self.inner.forward_logits(batch, kv, rows, capture)
-            return self.inner.forward(batch, kv, capture), None
-        groups = self._groups(np.asarray(adapters))
+                return model.forward_logits(batch, kv, rows, capture)
+            return model.forward(batch, kv, capture), None
+        assert batch.adapters is not None
+        groups = self._groups(np.asarray(batch.adapters))
         if len(groups) == 1:
             output = self._with_adapters(batch, kv, capture)
         else:
@@ -122,6 +140,12 @@ class AdaptedDecoder(WrappedDecoder):
         # by the plain model's own operation, of which a row's result is its own
         empty = chosen.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         return output, self.inner.logits(chosen) if len(chosen) else empty
+
+    def _whole_pass(self, batch: StepInput) -> DecoderModel | None:
+        """The model that computes all of a batch in one pass; None: no such pass has a place for its adapters."""
+        if batch.adapters is None or not any(batch.adapters):
+            return self.inner
+        return self._recorded
 
     def _groups(self, adapters: npt.NDArray[np.int64]) -> list[npt.NDArray[np.bool_]]:
         """Requests [R] that are computed in one pass: without an adapter, and with adapters."""

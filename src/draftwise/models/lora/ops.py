@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from draftwise.errors import ModelLoadError
-from draftwise.kernels.base import Linear, Ops
+from draftwise.kernels.additions import Addition, Additions, AdditionSite
+from draftwise.kernels.base import Ops
+from draftwise.kernels.handles import Linear
 from draftwise.kernels.split import Summed
 from draftwise.models.base import LinearSite, SitePart
 from draftwise.models.lora.low_rank import LowRank
 from draftwise.models.words import shorten
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """An adapter's addition at a site: ``down`` [sum of r, inputs] of all its parts in one, then one ``up`` each."""
-
-    down: Linear
-    ups: tuple[tuple[slice, slice, Linear], ...]  # rows of down's result, outputs, [outputs, r]
 
 
 class PackedAdapter:
@@ -56,14 +49,12 @@ class PackedAdapter:
                 raise ModelLoadError(
                     f"{name}: only some of its outputs are computed as a linear layer to which something can be added"
                 )
-        self._sites: dict[int, _Packed] = {}
-        for site in sites:
-            packed = _pack(adapter, site, ops)
-            if packed is not None:
-                self._sites[id(site.weight)] = packed
+        self.additions = [_pack(adapter, site, ops) for site in sites]
+        """Of each site."""
+        self._at = {id(site.weight): one for site, one in zip(sites, self.additions, strict=True)}
 
-    def at(self, weight: Linear) -> _Packed | None:
-        return self._sites.get(id(weight))
+    def at(self, weight: Linear) -> Addition | None:
+        return self._at.get(id(weight))
 
 
 def _whole(site: LinearSite, part: SitePart) -> tuple[int, int]:
@@ -87,7 +78,7 @@ def _own(low: LowRank, part: SitePart) -> tuple[Tensor, Tensor]:
     return down, torch.cat([low.up[start:end] for start, end in rows])
 
 
-def _pack(adapter: Mapping[str, LowRank], site: LinearSite, ops: Ops) -> _Packed | None:
+def _pack(adapter: Mapping[str, LowRank], site: LinearSite, ops: Ops) -> Addition | None:
     downs, ups, start, first = [], [], 0, 0
     shared: dict[str, slice] = {}  # of a layer that stands there in several parts, down is computed once
     for part in site.parts:
@@ -105,7 +96,7 @@ def _pack(adapter: Mapping[str, LowRank], site: LinearSite, ops: Ops) -> _Packed
     if not downs:
         return None
     packed = ops.pack_exact(_on(torch.cat(downs), ops))
-    return _Packed(Summed(packed) if isinstance(site.weight, Summed) else packed, tuple(ups))
+    return Addition(Summed(packed) if isinstance(site.weight, Summed) else packed, tuple(ups))
 
 
 def _on(weight: Tensor, ops: Ops) -> Tensor:
@@ -116,17 +107,34 @@ class AdaptedOps:
     """``inner``, whose linear layers add the adapters of the pass under way; stands for it as `Ops`.
 
     A row's sum is the layer's own product, rounded, plus the low-rank product, rounded: whatever else is in the batch.
+    A pass that is recorded says itself which adapters its rows have, when it is run.
     """
 
     def __init__(self, inner: Ops) -> None:
         self._inner = inner
         self._active: list[tuple[Tensor | None, PackedAdapter]] = []
+        self._recorded: tuple[Additions, dict[int, int]] | None = None
 
     @staticmethod
     def over(inner: Ops) -> tuple[Ops, AdaptedOps]:
         """The same object as operations, and as what is told of passes."""
         found = AdaptedOps(inner)
         return cast(Ops, found), found
+
+    def record(self, sites: Sequence[LinearSite]) -> Additions | None:
+        """From now on passes are recorded and nothing else: the adapters that these will add. None: the kernels record
+        no additions, and nothing has changed."""
+        found = self._inner.pack_additions(
+            [
+                AdditionSite(
+                    site.inputs, sum(part.size for part in site.parts), isinstance(site.weight, Summed)
+                )
+                for site in sites
+            ]
+        )
+        if found is not None:
+            self._recorded = found, {id(site.weight): number for number, site in enumerate(sites)}
+        return found
 
     def begin(self, rows: Sequence[tuple[Tensor | None, PackedAdapter]]) -> None:
         """A pass begins: rows (int64 [n]; None: all) of each adapter."""
@@ -143,12 +151,17 @@ class AdaptedOps:
         """As `Ops.linear`."""
         inner = self._inner
         result = inner.linear(x, weight, out)
+        if self._recorded is not None:
+            additions, numbers = self._recorded
+            if id(weight) in numbers:
+                inner.add_low_rank(x, result, additions, numbers[id(weight)])
+            return result
         for rows, adapter in self._active:
-            packed = adapter.at(weight)
-            if packed is None:
+            addition = adapter.at(weight)
+            if addition is None:
                 continue
-            low = inner.linear(x if rows is None else x[rows].contiguous(), packed.down)
-            for part, outputs, up in packed.ups:
+            low = inner.linear(x if rows is None else x[rows].contiguous(), addition.down)
+            for part, outputs, up in addition.ups:
                 added = inner.linear(low[:, part].contiguous(), up)
                 if rows is None:
                     result[:, outputs] += added

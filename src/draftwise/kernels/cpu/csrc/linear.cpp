@@ -268,6 +268,47 @@ void linear_run_part_before(const LinearCall* call, int part, int parts, const u
   run_panels(&pass, part, 0);
 }
 
+// The numbers at[0 .. count - 1] of a dtype.
+static void to_floats(const uint8_t* at, DType dtype, int count, float* out) {
+  if (dtype == F32) {
+    memcpy(out, at, sizeof(float) * size_t(count));
+    return;
+  }
+  for (int i = 0; i < count; i++) {
+    uint16_t half;
+    memcpy(&half, at + 2 * i, sizeof half);
+    const uint32_t bits = uint32_t(half) << 16;  // a bfloat16 is the upper half of a float32
+    memcpy(out + i, &bits, sizeof bits);
+  }
+}
+
+void linear_silu_mul(Pool* pool, DType dtype, const void* gate_up, void* out, int64_t rows, int64_t width) {
+  struct Context {
+    DType dtype;
+    const uint8_t* gate_up;
+    uint8_t* out;
+    int64_t width;
+  } context{dtype, (const uint8_t*)gate_up, (uint8_t*)out, width};
+  parallel_for(
+      rows < kSharedRows ? nullptr : pool, (int)rows,
+      [](void* arg, int row, int) {
+        const Context& c = *(const Context*)arg;
+        const int64_t element = element_bytes(c.dtype);
+        const uint8_t* from = c.gate_up + row * 2 * c.width * element;
+        float sums[kPanel];
+        Finish f{};
+        f.sums = sums, f.sums_stride = kPanel, f.out = c.out + row * c.width * element, f.ldo = c.width;
+        f.dtype = c.dtype, f.rows = 1, f.epilogue = EP_SILU_MUL;
+        for (int64_t at = 0; at < c.width; at += 16) {
+          f.column[0] = at, f.count[0] = int(std::min<int64_t>(16, c.width - at));
+          memset(sums, 0, sizeof sums);
+          for (int half = 0; half < 2; half++) to_floats(from + (half * c.width + at) * element, c.dtype, f.count[0], sums + 16 * half);
+          linear_kernels().finish(f);
+        }
+      },
+      &context);
+}
+
 void linear_forward(Pool* pool, const Linear* w, const void* x, int64_t ldx, void* out, int64_t ldo, DType io_out,
                     int64_t rows) {
   LinearCall call{w, x, ldx, out, ldo, io_out, rows, EP_STORE};

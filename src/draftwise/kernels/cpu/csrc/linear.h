@@ -76,6 +76,8 @@ void linear_run(Pool*, const LinearCall*);
 void linear_run_part(const LinearCall*, int part, int parts);
 // The pool, or null for a product that is quicker on the calling thread alone: it stands between passes, and is small.
 Pool* pool_for(Pool*, const Linear*, int64_t rows);
+// gate | up [rows, 2 width], what a paired product stored -> silu(gate) * up [rows, width], of one dtype: the bits of EP_SILU_MUL.
+void linear_silu_mul(Pool*, DType, const void* gate_up, void* out, int64_t rows, int64_t width);
 // With EP_STORE.
 void linear_forward(Pool*, const Linear*, const void* x, int64_t ldx, void* out, int64_t ldo, DType io_out, int64_t rows);
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "adapters.h"
 #include "attention_plan.h"
 #include "boundary.h"
 #include "draws.h"
@@ -37,6 +38,11 @@ AttentionCall attention_call(const Program& program, const ProgramOp& op, const 
                        op.epilogue & 1, (const float*)op.weight, op.epilogue >> 1};
 }
 
+AdaptCall adapt_call(const Program& program, const ProgramOp& op, const PassInput& pass) {
+  return AdaptCall{(const Adapters*)op.weight, op.num_heads, pass.adapters, pass.batch.query_start, pass.batch.requests,
+                   address(program, pass, op.x), op.width, address(program, pass, op.out), op.out_width, (Ranks*)op.weight2};
+}
+
 constexpr int64_t SMALL_BYTES = 4 << 20;  // of weights
 constexpr int64_t TEAM_ROWS = 16;
 constexpr int64_t TEAM_ATTENTION = 1 << 14;  // products that are worth a second thread in a team
@@ -50,7 +56,7 @@ bool share_op(Team* team, const Program& program, const ProgramOp& op, const Pas
     team_do(team, [](void* arg, int part, int parts) { linear_run_part((const LinearCall*)arg, part, parts); }, &call);
     return true;
   }
-  if (op.kind == OP_EXPERTS || op.kind == OP_HEADS) {
+  if (op.kind == OP_EXPERTS || op.kind == OP_HEADS || op.kind == OP_ADAPT) {
     Shares shares{team,
                   [](void* context, int tasks, void (*task)(void*, int), void* arg) {
                     struct Work {
@@ -68,6 +74,10 @@ bool share_op(Team* team, const Program& program, const ProgramOp& op, const Pas
                       team_do((Team*)context, part, &work);
                   },
                   threads};
+    if (op.kind == OP_ADAPT) {
+      adapters_run(shares, adapt_call(program, op, pass));
+      return true;
+    }
     if (op.kind == OP_HEADS) {
       heads_run(shares, (const Heads*)op.weight, address(program, pass, op.x), op.width, address(program, pass, op.out),
                 op.out_width, rows);
@@ -117,7 +127,7 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
       add_rms_norm(pool, dtype, at(op.x), at(op.y), (const float*)op.weight, op.eps, at(op.out), rows, op.width);
       break;
     case OP_SILU_MUL:
-      silu_mul(pool, dtype, at(op.x), at(op.out), rows, op.width);
+      (op.epilogue ? linear_silu_mul : silu_mul)(pool, dtype, at(op.x), at(op.out), rows, op.width);
       break;
     case OP_LINEAR: {
       LinearCall call{(const Linear*)op.weight, at(op.x), op.width, at(op.out), op.out_width, (DType)op.out_dtype, rows,
@@ -180,6 +190,9 @@ void run_op(Pool* pool, const Program& program, const ProgramOp& op, const PassI
     case OP_COLUMNS:
       for (int64_t r = 0; r < rows; r++)
         memcpy((char*)at(op.out) + r * op.out_width, (const char*)at(op.x) + r * op.width + op.head_dim, (size_t)op.out_width);
+      break;
+    case OP_ADAPT:
+      adapters_run(shares_of(pool), adapt_call(program, op, pass));
       break;
     case OP_SUM_RANKS:
       ranks_sum((Ranks*)op.weight, dtype, at(op.x), rows * op.width);

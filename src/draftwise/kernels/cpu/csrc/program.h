@@ -18,7 +18,7 @@ enum OpKind : int32_t {
   OP_COPY = 1,          // out = x, rows of `width` bytes
   OP_RMS_NORM = 2,      // out = norm(x), rows of `width` elements
   OP_ADD_RMS_NORM = 3,  // y += x; out = norm(y)
-  OP_SILU_MUL = 4,      // out = silu(gate) * up of x; `width` of out
+  OP_SILU_MUL = 4,      // out = silu(gate) * up of x; `width` of out; `epilogue`: with the bits of EP_SILU_MUL
   OP_LINEAR = 5,        // out = x * weight, epilogue; x rows of `width`, out rows of `out_width` elements of dtype `out_dtype`
   OP_ROPE_WRITE = 6,    // x: packed q/k/v, rotated in place by y (rows of rotations); k and v to `kv` of `width` slots; `epilogue`: latent
   OP_ATTENTION = 7,     // out = attention(x: rows of `width`, q first) over `kv`; `epilogue`: 1 latent, 2 whole
@@ -36,6 +36,8 @@ enum OpKind : int32_t {
   OP_HEADS = 19,        // out = each head of x times a layer of its own (`weight`); rows of `width` and `out_width` elements
   OP_COLUMNS = 20,      // out = `out_width` bytes of each row of x, of `width` bytes, from byte `head_dim` on
   OP_NARROW = 21,       // from here on, if the pass is narrowed (narrow.h), only rows of the head: those of x, `width` bytes each, move up
+  OP_ADAPT = 22,        // out += what the adapter of each request adds at site `num_heads` of `weight` (Adapters*), of x; rows of `width` and
+                        // `out_width` elements; `weight2`: the Ranks* that sum up the first product, or null
   // Of ranks (ranks.h); `weight` is a Ranks*.
   OP_SUM_RANKS = 60,     // x = the sum over all ranks, rows of `width` elements
   OP_GATHER_RANKS = 61,  // out = rows of all ranks' x side by side, float32; of `out_width`, each rank's `width` of them
@@ -69,6 +71,7 @@ struct PassInput {
   char* arena;
   int64_t capacity;           // rows that the arena has room for
   void** externals;           // addresses of the external buffers, in order
+  const int64_t* adapters;    // [requests] the adapter of each, 0: none; null: nobody has one
   BatchView batch;
 };
 
