@@ -322,6 +322,7 @@ class StaticRows:
     is_tree: torch.Tensor  # [R] int32, 0 or 1
     tables: torch.Tensor  # [R, blocks] int32, of valid blocks all
     ancestors: torch.Tensor  # [R * N] int64
+    adapters: torch.Tensor | None = None  # [R] int32, places of adapters, 0: none; None: nobody may have one
 
 
 class AttentionApart(Protocol):

@@ -213,7 +213,7 @@ def test_trees_stay_on_the_device(request: pytest.FixtureRequest, shape: str, me
     with forests.make(**options) as waiting:
         wanted = waiting.generate(forests.prompts, params)
     with forests.make(async_scheduling=True, **options) as llm:
-        ordinary = _count_ordinary(llm)
+        ordinary = count_ordinary(llm)
         found = llm.generate(forests.prompts, params)
         assert token_ids(found) == token_ids(wanted)
         assert seats(llm).num_entered == len(params) and not any(ordinary)
@@ -442,7 +442,7 @@ def _stay(
     with engines.make(**options) as waiting:
         wanted = waiting.generate(engines.prompts, params)
     with engines.make(async_scheduling=True, **options) as llm:
-        ordinary = _count_ordinary(llm)
+        ordinary = count_ordinary(llm)
         found = llm.generate(engines.prompts, params)
         assert token_ids(found) == token_ids(wanted)
         assert seats(llm).num_entered == len(params) and not any(ordinary)
@@ -551,7 +551,7 @@ def test_requests_of_all_kinds_decode_beside_each_other(engines: Engines) -> Non
         wanted = waiting.generate(engines.prompts, params)
     with engines.make(async_scheduling=True, **options) as llm:
         entered = seats(llm).num_entered
-        ordinary = _count_ordinary(llm)
+        ordinary = count_ordinary(llm)
         found = llm.generate(engines.prompts, params)
         assert token_ids(found) == token_ids(wanted)
         for one, other in zip(found, wanted, strict=True):
@@ -572,7 +572,7 @@ def test_requests_of_all_kinds_decode_beside_each_other(engines: Engines) -> Non
         llm.check_integrity()
 
 
-def _count_ordinary(llm: LLM) -> list[int]:
+def count_ordinary(llm: LLM) -> list[int]:
     """Of every ordinary part of a step, from now on: how many requests it decides, which is waited for."""
     executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
     verifying = executor.inner._verifying
@@ -852,7 +852,7 @@ def test_look_ups_that_nobody_configured_take_the_passes_there_are(engines: Engi
     with engines.make(**options) as waiting:
         wanted = token_ids(waiting.generate(engines.prompts, params))
     with engines.make(async_scheduling=True, **options) as llm:
-        ordinary = _count_ordinary(llm)
+        ordinary = count_ordinary(llm)
         found = llm.generate(engines.prompts, params)
         assert token_ids(found) == wanted
         assert seats(llm).num_entered >= len(params) and not any(ordinary)

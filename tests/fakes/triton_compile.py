@@ -19,6 +19,7 @@ from draftwise.kernels.triton.device import (
     inputs,
     linear,
     lookup,
+    low_rank,
     narrow,
     rates,
     rows,
@@ -129,6 +130,26 @@ def main() -> None:
         BLOCK_N=16,
         BLOCK_K=128,
         WIDE=False,
+    )
+    build(
+        low_rank.low_rank_down,
+        "*bf16 *bf16 *i32 *fp32 i32 i32 i32 i32 i32",
+        TILES=1,
+        PARTS=4,
+        WIDE=False,
+        BLOCK_M=16,
+        BLOCK_R=16,
+        BLOCK_K=128,
+    )
+    build(
+        low_rank.low_rank_up,
+        "*fp32 *bf16 *i32 *i32 *bf16 i32 i32 i32 i32",
+        TILES=1,
+        PARTS=4,
+        WIDE=False,
+        RANK=16,
+        BLOCK_M=16,
+        BLOCK_N=64,
     )
     build(attention.tree_rows, "*i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32")
     build(rows.rms_norm, "*bf16 *bf16 *fp32 *bf16 i32 i32 i32 fp32", ADD=True, BLOCK=4096)

@@ -11,7 +11,7 @@ import torch
 from tests.native import forced_isa, native_or_skip
 from torch import Tensor
 
-from draftwise.kernels.additions import Addition, AdditionSite
+from draftwise.kernels.additions import Addition, AdditionSite, Up
 from draftwise.kernels.cpu.adapters import NativeAdditions
 from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.ops import NativeOps
@@ -41,13 +41,16 @@ class World:
         self.first = ops.pack_gate_up(self.random(OUTPUTS, INPUTS))
         self.second = ops.pack_linear(self.random(INPUTS, OUTPUTS // 2))
         self.head = ops.pack_linear(torch.eye(INPUTS).to(dtype))
-        sites = [AdditionSite(INPUTS, OUTPUTS), AdditionSite(OUTPUTS // 2, INPUTS)]
+        halves = slice(0, OUTPUTS // 2), slice(OUTPUTS // 2, OUTPUTS)
+        sites = [
+            AdditionSite(INPUTS, OUTPUTS, tuple(enumerate(halves))),
+            AdditionSite(OUTPUTS // 2, INPUTS, ((0, slice(0, INPUTS)),)),
+        ]
         found = ops.pack_additions(sites)
         assert isinstance(found, NativeAdditions)
         self.additions = found
         self.of: dict[int, list[Addition | None]] = {}
         for number, rank in ADAPTERS.items():
-            halves = (slice(0, OUTPUTS // 2), slice(OUTPUTS // 2, OUTPUTS))
             self.of[number] = [
                 None if number == 7 else self._addition(INPUTS, halves, rank),
                 None if number == 12 else self._addition(OUTPUTS // 2, (slice(16, INPUTS),), rank),
@@ -58,12 +61,11 @@ class World:
         return (torch.randn(*shape, generator=self._generator) / shape[-1] ** 0.5).to(self.ops.dtype)
 
     def _addition(self, inputs: int, parts: tuple[slice, ...], rank: int) -> Addition:
-        pack = self.ops.pack_exact
         ups = [
-            (slice(i * rank, (i + 1) * rank), part, pack(self.random(part.stop - part.start, rank)))
+            Up(i, slice(i * rank, (i + 1) * rank), part, self.random(part.stop - part.start, rank))
             for i, part in enumerate(parts)
         ]
-        return Addition(pack(self.random(rank * len(parts), inputs)), tuple(ups))
+        return Addition(self.random(rank * len(parts), inputs), tuple(ups))
 
     def program(self, adapted: bool = True) -> Program:
         recording = Recording(self.ops.dtype, feature_size=INPUTS)
@@ -106,9 +108,10 @@ class World:
         addition = None if number == 0 else self.of[number][site]
         if addition is None:
             return out
-        low = self.ops.linear(x, addition.down)
-        for part, outputs, up in addition.ups:
-            out[:, outputs] += self.ops.linear(low[:, part].contiguous(), up)
+        pack = self.ops.pack_exact
+        low = self.ops.linear(x, pack(addition.down))
+        for up in addition.ups:
+            out[:, up.outputs] += self.ops.linear(low[:, up.low].contiguous(), pack(up.weight))
         return out
 
 

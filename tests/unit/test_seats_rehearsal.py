@@ -17,9 +17,10 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from tests.fakes.every_method import SHAPES, VOCAB, make_families, make_target
 from tests.fakes.fake_cuda import fake_cuda
 from tests.fakes.fake_cuda_triton import fake_launches
+from tests.fakes.lora import save_adapter
 from tests.fakes.seats import EFFECTS
 
-from draftwise import LLM, SamplingParams
+from draftwise import LLM, LoRARequest, SamplingParams
 from draftwise.runner.seat_results import Flight
 from draftwise.runner.seats import Seats
 from draftwise.types import RowPlan
@@ -54,6 +55,8 @@ CASES = [
         for method in ("none", "draft_model", "eagle3", "ngram", "suffix", "medusa", "early_exit", "hybrid")
     ),
     ("eagle3", "chain", "typical"),
+    ("none", "adapters", ""),
+    ("eagle3", "adapters", "coupled"),
     ("dflash", "chain", ""),
     ("dflash", "static", "coupled"),
     ("dflash", "masks", ""),
@@ -71,7 +74,8 @@ CASES = [
 def test_a_step_waits_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, shape: str, rule: str
 ) -> None:
-    """``rule``: empty: the default. ``shape`` "masks": other forms of the method, such as drafts in one pass."""
+    """``rule``: empty: the default. ``shape`` "masks": other forms of the method, such as drafts in one pass;
+    "adapters": one request has one."""
     form = "other forms" if shape == "masks" else "methods"
     target, families = make_target(tmp_path), make_families(tmp_path)
     options: dict[str, Any] = {
@@ -91,6 +95,10 @@ def test_a_step_waits_for_nothing(
         (own,) = options["speculative_config"]
         own.pop("num_speculative_tokens", None)  # Medusa has as many as heads
         own.update(SHAPES[shape])
+    asked: list[LoRARequest | None] | None = None
+    if shape == "adapters":
+        options["enable_lora"] = True
+        asked = [None, LoRARequest("one", 1, save_adapter(tmp_path / "one", Path(target), 1))]
     prompts = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [3, 4, 5]}]
     found = []
     with fake_cuda() as device, fake_launches(device, "skip") as launches:
@@ -123,7 +131,7 @@ def test_a_step_waits_for_nothing(
                 torch.cuda.set_sync_debug_mode("warn")
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    done = llm.generate(prompts, params)
+                    done = llm.generate(prompts, params, lora_request=asked)
                 torch.cuda.set_sync_debug_mode("default")
                 # the token behind n known ones is n, whatever was drafted in between
                 assert (
@@ -133,6 +141,7 @@ def test_a_step_waits_for_nothing(
                 found.append((seats.num_steps - before, len(caught), device.waits - waited))
         assert under_way.count(1) > 3 * under_way.count(0), "the step before it had not been read"
         assert {"begin_rows", "advance_rows"} <= launches.kernels()
+        assert ("low_rank_up" in launches.kernels()) == (shape == "adapters")
         trees = shape in ("static", "dynamic")
         assert ("compact_paths" in launches.kernels()) == trees
         assert ("reject_trees" in launches.kernels()) == trees

@@ -123,6 +123,8 @@ def build_device(
     max_model_len = model.config.max_model_len
     graphs = _graphs(config, model, device)
     if graphs is not None:
+        if isinstance(model, AdaptedDecoder) and not model.stack(config.max_loras, config.max_lora_rank):
+            logger.info("steps of requests with adapters are not captured as graphs")
         model = graphs.target(model, step_widths(config))
     tokenizer = load_engine_tokenizer(config)
     states = plan_states(config, model, config.max_num_seqs or 64, state_memory(config, device))
@@ -256,7 +258,7 @@ def _load_proposers(
 def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> GraphSetup | None:
     """The graphs to capture; None: none. Kernels that cannot be captured run as they are."""
     options = config.graphs
-    if config.enforce_eager or options.mode == "none" or config.enable_lora:
+    if config.enforce_eager or options.mode == "none":
         return None
     backend = backend_for(device)
     if backend is None or not capturable(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,21 +81,32 @@ class PassBuffers:
     """
 
     def __init__(
-        self, shape: Shape, tables: Tables, block_size: int, spare_slot: int, backend: GraphBackend
+        self,
+        shape: Shape,
+        tables: Tables,
+        block_size: int,
+        spare_slot: int,
+        backend: GraphBackend,
+        *,
+        adapted: bool = False,
     ) -> None:
+        """``adapted``: its requests may have adapters."""
         self.shape = shape
+        self.adapted = adapted
         self.tables = tables
         self._spare_slot = spare_slot
         n, requests = shape.size, shape.requests
         small = (requests + 1) // 2  # int32 entries, two to a word
-        sizes = [n, n, n, n, n, n, small, small, small]
+        sizes = [n, n, n, n, n, n, small, small, small, small]
         self._host = backend.host_buffer(sum(sizes))
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=backend.device)
         host = [part.numpy() for part in torch.split(self._host, sizes)]
         parts = torch.split(self._device, sizes)
         self._tokens, self._positions, self._slots, self._masks, self._place, self._picks = host[:6]
-        self._context, self._first_key, self._is_tree = (part.view(np.int32)[:requests] for part in host[6:])
-        context, first_key, is_tree = (part.view(torch.int32)[:requests] for part in parts[6:])
+        self._context, self._first_key, self._is_tree, self._adapters = (
+            part.view(np.int32)[:requests] for part in host[6:]
+        )
+        context, first_key, is_tree, adapters = (part.view(torch.int32)[:requests] for part in parts[6:])
         self.place, self.picks = parts[4], parts[5]  # [n] int64, of rows that count; see `fill`
         static = StaticRows(
             rows=shape.rows,
@@ -104,6 +116,7 @@ class PassBuffers:
             is_tree=is_tree,
             tables=tables.tables[:requests],
             ancestors=parts[3],
+            adapters=adapters if adapted else None,
         )
         self.batch = static_input(parts[0], parts[1], parts[2], block_size, static)
         self.clear()
@@ -113,15 +126,16 @@ class PassBuffers:
         self._tokens[:] = self._positions[:] = self._place[:] = self._picks[:] = 0
         self._slots[:] = self._spare_slot
         self._masks[:] = 1
-        self._context[:] = self._first_key[:] = self._is_tree[:] = 0
+        self._context[:] = self._first_key[:] = self._is_tree[:] = self._adapters[:] = 0
         self._device.copy_(self._host)
 
-    def take_over(self, tables: Tensor) -> None:
+    def take_over(self, tables: Tensor, adapters: Tensor | None = None) -> None:
         """On the device: what the host said of first keys is gone, and these are the block tables. Behind a request's
         own blocks they may name scratch blocks of another storage; here the spare one stands for them.
 
         Args:
             tables: [>= requests, >= blocks, or fewer] int32.
+            adapters: [>= requests] places of adapters, for a pass with adapters.
         """
         static = self.batch.attention.static
         assert static is not None
@@ -129,6 +143,9 @@ class PassBuffers:
         own, spare_block = static.tables[:, :width], self._spare_slot // self.batch.attention.block_size
         torch.clamp(tables[: self.shape.requests, :width], max=spare_block, out=own)
         static.first_key.zero_()
+        if static.adapters is not None:
+            assert adapters is not None
+            static.adapters.copy_(adapters[: self.shape.requests])
 
     def fits(self, need: Need) -> bool:
         """Whether a batch's rows can be filled in."""
@@ -140,11 +157,17 @@ class PassBuffers:
             and need.blocks <= self.tables.width
         )
 
-    def fill(self, batch: StepInput, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+    def fill(
+        self,
+        batch: StepInput,
+        rows: npt.NDArray[np.int64] | None = None,
+        adapters: Sequence[int] | None = None,
+    ) -> npt.NDArray[np.int64]:
         """Take the rows of a ragged batch, whose tensors lie on the host. It must fit.
 
         Args:
             rows: some of the batch's rows: where they stand in the pass is in `picks` then.
+            adapters: the place of each request's adapter, 0: none; None: nobody has one.
 
         Returns:
             Row of the pass of each row of the batch, int64 [T]; on the device they are in `place`.
@@ -174,6 +197,10 @@ class PassBuffers:
             self._first_key[:count] = attention.first_key_np
         self._is_tree[:count] = attention.is_tree_np
         self._is_tree[count:] = 0
+        self._adapters[:] = 0
+        if adapters is not None:
+            assert self.adapted
+            self._adapters[:count] = adapters
         self._device.copy_(self._host, non_blocking=True)
         self.tables.fill(attention.block_tables_np)
         return place

@@ -19,7 +19,8 @@ class Captures:
     """``passes``, and loops of ``steps`` drafts (0: none), or of the tree ``tree``, for the requests of ``loops``,
     whose first pass has as many rows as there; ``pieces``: numbers of rows of passes without attention, see
     `graphs.pieces`. ``mask``: the token with which a draft model drafts all tokens in one pass; None: it does not.
-    ``block``: rows of a request in a `BlockPass`; 0: there is none."""
+    ``block``: rows of a request in a `BlockPass`; 0: there is none. ``adapted``: each whole pass is captured twice, for
+    requests without and with adapters."""
 
     passes: tuple[Shape, ...]
     loops: tuple[Shape, ...] = ()
@@ -28,6 +29,7 @@ class Captures:
     pieces: tuple[int, ...] = ()
     mask: int | None = None
     block: int = 0
+    adapted: bool = False
 
     @property
     def max_requests(self) -> int:
@@ -54,21 +56,22 @@ class Captures:
     def count(self) -> int:
         """Passes and loops, each of one graph or in pieces."""
         each = (len(KINDS) if self.steps else 0) + (0 if self.tree is None else len(self.tree.kinds))
-        return len(self.passes) + each * len(self.loops) + len(self.pieces)
+        return len(self.passes) * (1 + self.adapted) + each * len(self.loops) + len(self.pieces)
 
     def __str__(self) -> str:
         """In words. Example: ``12 whole passes of 1..80 rows, 9 passes of 1..128 rows in pieces``."""
         parts = []
         if self.passes:
             sizes = [shape.size for shape in self.passes]
-            parts.append(f"{len(sizes)} whole passes of {min(sizes)}..{max(sizes)} rows")
+            twice = ", with and without adapters" if self.adapted else ""
+            parts.append(f"{len(sizes)} whole passes of {min(sizes)}..{max(sizes)} rows{twice}")
         if self.pieces:
             most = max(self.pieces)
             parts.append(f"{len(self.pieces)} passes of {min(self.pieces)}..{most} rows in pieces")
         if self.loops:
             kind = "trees" if self.tree is not None else f"{self.steps} drafts"
             counts = [shape.requests for shape in self.loops]
-            loops = self.count - len(self.passes) - len(self.pieces)
+            loops = self.count - len(self.passes) * (1 + self.adapted) - len(self.pieces)
             parts.append(f"{loops} loops of {kind} for {min(counts)}..{max(counts)} requests")
         return ", ".join(parts) or "nothing"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from draftwise.graphs.pieces import PieceMemory, PiecewisePass, PiecewisePasses
 from draftwise.graphs.sizes import worth_filling
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
+from draftwise.models.lora.decoder import AdaptedDecoder
 from draftwise.models.wrapped import WrappedDecoder
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
@@ -72,6 +73,7 @@ class GraphedDecoder(WrappedDecoder):
         self._kv: KVStorage | None = None
         self._layers: tuple[int, ...] = ()
         self._filled: Fence | None = None  # the host's buffers may be written again
+        self._adapted = inner if isinstance(inner, AdaptedDecoder) and inner.captures_adapters else None
         self.num_replays = 0  # of whole passes and loops
         self.num_piecewise = 0  # passes in pieces
 
@@ -100,9 +102,11 @@ class GraphedDecoder(WrappedDecoder):
         if max(captures.pieces, default=0) > whole:
             self._capture_pieces(kv.spare_slot)
         for shape in sorted(captures.passes, key=lambda s: (s.size, s.keys), reverse=True):
-            rows = PassBuffers(shape, tables, size, kv.spare_slot, backend)
-            graph, _ = backend.capture(partial(self._whole_pass, rows.batch))
-            self._passes.append(_Pass(rows, graph))
+            # with adapters apart: others need not run the kernels that add nothing to them
+            for adapted in (False, True) if self._adapted is not None else (False,):
+                rows = PassBuffers(shape, tables, size, kv.spare_slot, backend, adapted=adapted)
+                graph, _ = backend.capture(partial(self._whole_pass, rows.batch))
+                self._passes.append(_Pass(rows, graph))
         self._passes.reverse()
         if not self._pieces.count:
             self._capture_pieces(kv.spare_slot)
@@ -129,7 +133,7 @@ class GraphedDecoder(WrappedDecoder):
             return self.inner.forward_logits(on_device(batch, self.device), kv, rows, capture)
         picked = None if rows is None else np.asarray(rows, np.int64)
         self._wait()
-        place = found.rows.fill(batch, picked)
+        place = found.rows.fill(batch, picked, self._places_of(batch) if found.rows.adapted else None)
         self._filled = self._backend.fence()
         found.graph.replay()
         self.num_replays += 1
@@ -172,7 +176,7 @@ class GraphedDecoder(WrappedDecoder):
         if not isinstance(found, _Pass):
             return None
         self._wait()
-        found.rows.fill(batch)
+        found.rows.fill(batch, None, self._places_of(batch) if found.rows.adapted else None)
         return found.graph.replay
 
     @property
@@ -185,15 +189,20 @@ class GraphedDecoder(WrappedDecoder):
         """The backend that captured the passes."""
         return self._backend
 
-    def pass_seats(self, rows: int) -> list[PassSeats]:
-        """The whole passes for requests of exactly ``rows`` rows, the smallest first."""
+    def place_of(self, adapter: int) -> int | None:
+        """Where captured passes find an adapter; None: it cannot be added in them."""
+        return None if self._adapted is None else self._adapted.place_of(adapter)
+
+    def pass_seats(self, rows: int, *, adapted: bool = False) -> list[PassSeats]:
+        """The whole passes for requests of exactly ``rows`` rows, the smallest first. ``adapted``: those for requests
+        with adapters."""
         assert self._kv is not None and self._kv.spare_slot is not None
         results = self._results
         output = TargetOutput(results.hidden, results.captured)
         return [
             PassSeats(found.rows, found.graph, output, results.logits, self._kv.spare_slot, self._kv.pools)
             for found in self._passes
-            if found.rows.shape.rows == rows
+            if found.rows.shape.rows == rows and found.rows.adapted == adapted
         ]
 
     def loop_of(self, batch: StepInput, kv: KVStorage, steps: int) -> Callable[[], None] | None:
@@ -236,12 +245,23 @@ class GraphedDecoder(WrappedDecoder):
             return None
         if batch.token_ids.device.type != "cpu":
             return None
-        need = Need.of(batch)
-        whole = next((p for p in self._passes if p.rows.fits(need)), None)
+        need, adapted = Need.of(batch), batch.adapters is not None and any(batch.adapters)
+        if adapted and self._places_of(batch) is None:
+            return None
+        whole = next((p for p in self._passes if p.rows.adapted == adapted and p.rows.fits(need)), None)
+        if adapted:
+            return whole
         pieces = self._pieces.of(batch.token_ids.shape[0])
         if whole is None or pieces is None:
             return whole or pieces
         return whole if worth_filling(whole.rows.shape.size, pieces.rows) else pieces
+
+    def _places_of(self, batch: StepInput) -> list[int] | None:
+        """The places of a batch's adapters, 0 for requests without one; None: some adapter has no place."""
+        assert batch.adapters is not None
+        places = [self.place_of(adapter) if adapter else 0 for adapter in batch.adapters]
+        found = [place for place in places if place is not None]
+        return found if len(found) == len(places) else None
 
     def _wait(self) -> None:
         if self._filled is not None:
@@ -300,9 +320,9 @@ def on_device(batch: StepInput, device: torch.device) -> StepInput:
     """The batch with its tensors there."""
     if batch.token_ids.device == device:
         return batch
-    return StepInput(
-        batch.token_ids.to(device, non_blocking=True),
-        batch.positions.to(device, non_blocking=True),
-        batch.slots.to(device, non_blocking=True),
-        batch.attention,
+    return replace(
+        batch,
+        token_ids=batch.token_ids.to(device, non_blocking=True),
+        positions=batch.positions.to(device, non_blocking=True),
+        slots=batch.slots.to(device, non_blocking=True),
     )

@@ -22,6 +22,7 @@ from draftwise.graphs.sizes import loop_shapes, pass_shapes, piece_rows
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
 from draftwise.models.heads.block import BlockHead
+from draftwise.models.lora.decoder import AdaptedDecoder
 from draftwise.types import TreeShape
 
 if TYPE_CHECKING:  # it reads files with safetensors, which `bench gpu` does without
@@ -76,7 +77,8 @@ class GraphSetup:
         kernels cannot be."""
         if not capturable(model):
             return model
-        captures = Captures(self._passes(widths), pieces=self._pieces())
+        adapted = isinstance(model, AdaptedDecoder) and model.captures_adapters
+        captures = Captures(self._passes(widths), pieces=self._pieces(), adapted=adapted)
         self._plan("target", captures)
         return GraphedDecoder(model, captures, self.block_size, self.backend)
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from draftwise.attention.base import AttentionBackend, attend
+from draftwise.kernels.additions import Additions
 from draftwise.kernels.base import HeadShape, Ops
 from draftwise.kernels.handles import Experts, Heads, Linear
 from draftwise.kernels.mixture import GroupedExperts, StackedHeads, gated, mix, route
 from draftwise.kernels.routing import Activation, Routing
+from draftwise.kernels.stacked import StackedAdditions
 from draftwise.types import AttentionBatch
 
 
@@ -61,6 +63,10 @@ class AttendingOps(Ops):
             out=out,
             whole=whole,
         )
+
+    def add_low_rank(self, x: Tensor, out: Tensor, additions: Additions, site: int) -> None:
+        assert isinstance(additions, StackedAdditions)
+        additions.add(x, out, site)
 
     def pack_experts(
         self,

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-FAMILIES: Final = ("linear", "norm", "gated", "gather", "rotation", "attention", "prompts")
+FAMILIES: Final = ("linear", "norm", "gated", "gather", "rotation", "attention", "prompts", "low_rank")
 """Of a model's passes: products, norms, the activation of MLPs, rows of a table, rotation and writing of keys and
-values, attention, and that of long chunks of prompts: without it these have the kernel of all others."""
+values, attention, and that of long chunks of prompts: without it these have the kernel of all others. And
+what adapters add in captured passes."""
 
 STEPS: Final = "steps"
 """All that stands between passes: draws, verification, rows of the next pass."""

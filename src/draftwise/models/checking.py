@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwise.attention.reference import ReferenceAttention
+from draftwise.kernels.additions import Addition, AdditionSite, Up
 from draftwise.kernels.base import HeadShape, Ops
+from draftwise.kernels.stacked import StackedAdditions
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
@@ -69,7 +71,9 @@ class KernelCheck:
 
 
 @torch.inference_mode()
-def check_kernels(ops: Ops, config: ModelConfig, scheme: Scheme | None = None) -> list[KernelCheck]:
+def check_kernels(
+    ops: Ops, config: ModelConfig, scheme: Scheme | None = None, *, adapters: bool = False
+) -> list[KernelCheck]:
     """Compare every operation that ``ops`` has for a model like ``config`` with plain torch. Takes seconds.
 
     Weights are random. Attention is compared over rows that decode, a chunk of a prompt and a tree, with the model's
@@ -77,12 +81,17 @@ def check_kernels(ops: Ops, config: ModelConfig, scheme: Scheme | None = None) -
 
     Args:
         scheme: what linear layers of ``ops`` are rounded to; they are compared with torch on the same rounded weights.
+        adapters: requests may have adapters, in captured passes.
 
     Returns:
         One check per operation and kind of row, in a fixed order.
     """
     return [
-        compare(kernel, name, LIMITS[ops.dtype], case) for kernel, name, case in _cases(ops, config, scheme)
+        compare(kernel, name, LIMITS[ops.dtype], case)
+        for kernel, name, case in (
+            *_cases(ops, config, scheme),
+            *(_adapter_cases(ops, config) if adapters else ()),
+        )
     ]
 
 
@@ -130,6 +139,11 @@ def _cases(
                 f"attention, long chunk{behind}",
                 partial(_attention, ops, config, window, "long"),
             )
+
+
+def _adapter_cases(ops: Ops, config: ModelConfig) -> Iterator[tuple[str, str, Callable[[], _Pair]]]:
+    for rows in (1, 7):
+        yield "low_rank", f"additions of adapters, {rows} rows each", partial(_adapted, ops, config, rows)
 
 
 def _random(ops: Ops, *shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -193,6 +207,33 @@ def _embedding(ops: Ops, config: ModelConfig) -> _Pair:
     table = _random(ops, min(config.vocab_size, _VOCAB), config.hidden_size)
     ids = torch.tensor([0, len(table) - 1, len(table) // 2], device=ops.device)
     return ops.embedding(ids, table), table[ids]
+
+
+def _adapted(ops: Ops, config: ModelConfig, rows: int) -> _Pair:
+    """What two adapters add to queries, keys and values of four requests, one of which has none."""
+    size, rank = config.hidden_size, 8
+    widths = [
+        heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    ]
+    ends = np.cumsum([0, *widths]).tolist()
+    parts = tuple((i, slice(*ends[i : i + 2])) for i in range(3))
+    stacked = StackedAdditions([AdditionSite(size, ends[-1], parts)], 2, rank, ops.dtype, ops.device)
+    places = torch.tensor([1, 0, 2, 1], dtype=torch.int32, device=ops.device)
+    stacked.for_pass(places, rows)
+    x = _random(ops, 4 * rows, size)
+    wanted = torch.zeros((4, rows, ends[-1]), device=ops.device)
+    for number in (1, 2):
+        down = _random(ops, 3 * rank, size, scale=size**-0.5, seed=number)
+        ups = [_random(ops, width, rank, scale=rank**-0.5, seed=number + i) for i, width in enumerate(widths)]
+        own = [slice(i * rank, (i + 1) * rank) for i in range(3)]
+        made = [Up(i, low, outputs, up) for low, (i, outputs), up in zip(own, parts, ups, strict=True)]
+        stacked.put(number, [Addition(down, tuple(made))])
+        low = (x.float() @ down.float().T).to(ops.dtype).float()
+        added = torch.cat([low[:, one] @ up.float().T for one, up in zip(own, ups, strict=True)], dim=1)
+        wanted += torch.where((places == number)[:, None, None], added.view(4, rows, -1), 0.0)
+    out = torch.zeros((4 * rows, ends[-1]), dtype=ops.dtype, device=ops.device)
+    ops.add_low_rank(x, out, stacked, 0)
+    return out, wanted.view(4 * rows, -1)
 
 
 def _queries(ops: Ops, config: ModelConfig, normed: bool) -> _Pair:

@@ -102,7 +102,7 @@ def load_model(
     with freed_at_once():
         return _load(
             resolve_path(path, revision), dtype, device, max_model_len, quantization, quantization_cache,
-            batch_invariant, adapter, ops, ranks, experts_by_rank,
+            batch_invariant, adapter, adapters, ops, ranks, experts_by_rank,
         )  # fmt: skip
 
 
@@ -115,6 +115,7 @@ def _load(
     quantization_cache: Path | None,
     batch_invariant: bool,
     adapter: str | None,
+    adapters: bool,
     ops: Ops | None,
     ranks: Ranks | None,
     experts_by_rank: bool,
@@ -131,7 +132,9 @@ def _load(
         except ModelLoadError as error:
             raise ModelLoadError(f"{folder}: {error}") from error
     if ops is None:
-        ops = settled_ops(config, chosen, device, scheme, batch_invariant=batch_invariant, ranks=ranks)
+        ops = settled_ops(
+            config, chosen, device, scheme, batch_invariant=batch_invariant, ranks=ranks, adapters=adapters
+        )
     part = Part() if ranks is None else ranks.part
     if part.size > 1:
         check_divisible(kept=quantization_cache is not None)

@@ -33,6 +33,7 @@ def settled_ops(
     *,
     batch_invariant: bool = False,
     ranks: Ranks | None = None,
+    adapters: bool = False,
 ) -> Ops:
     """`kernels.select.default_ops` for a model, whose kernels were compared with plain torch at its shapes and dtype.
 
@@ -47,7 +48,7 @@ def settled_ops(
     if device.type in TESTED:
         alone = default_ops(dtype, device, scheme, batch_invariant=batch_invariant, latent=latent)
         if isinstance(alone, TritonOps):
-            settle(check_kernels(alone, config, scheme), device, ranks)
+            settle(check_kernels(alone, config, scheme, adapters=adapters), device, ranks)
     return default_ops(dtype, device, scheme, batch_invariant=batch_invariant, ranks=ranks, latent=latent)
 
 

@@ -17,7 +17,7 @@ from draftwise.kernels.cpu.library import native_library
 from draftwise.kv.storage import KVStorage
 from draftwise.lifetime import computing
 from draftwise.models.base import DecoderModel
-from draftwise.models.lora.decoder import AdaptedDecoder
+from draftwise.models.lora.decoder import adapted_of
 from draftwise.models.lora.low_rank import LowRank
 from draftwise.propose.base import Proposer
 from draftwise.runner.apart import OneByOne
@@ -348,15 +348,16 @@ class LocalExecutor(Executor):
         return StepResult(plan.step, (), drafter_failures=self._drafting.take_failures())
 
     def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
-        if not isinstance(self._model, AdaptedDecoder):
+        model = adapted_of(self._model)
+        if model is None:
             super().load_adapter(slot, adapter)
             return
-        model = self._model
         self._here(lambda: model.load(slot, adapter))
 
     def drop_adapter(self, slot: int) -> None:
-        if isinstance(self._model, AdaptedDecoder):
-            self._model.drop(slot)
+        model = adapted_of(self._model)
+        if model is not None:
+            model.drop(slot)
 
     def forget(self) -> None:
         self._drafting.forget()

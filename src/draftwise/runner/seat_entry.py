@@ -54,5 +54,6 @@ def entering(member: Member, place: Place, seating: Seating) -> Entering:
         q=None if proposal.q is None else seating.distributions_of(way.method, proposal),
         drafter=seating.number_of(way.method),
         carried=place.carried,
+        adapter=seating.adapter_of(row),
         text_np=row.tokens_np[: row.num_tokens] if way.method in seating.look_ups else None,
     )

@@ -42,9 +42,11 @@ class Seating:
         synthetic: SyntheticAcceptance | None,
         forced: SyntheticAcceptance | None,
         captured: Callable[[int], bool],
+        adapter_place: Callable[[int], int | None] = lambda _: None,
     ) -> None:
         """``forced``: what stands for rule greedy, in benchmarks. ``captured``: whether there are passes of so many
-        rows per request; a drafter whose drafts need others takes no part."""
+        rows per request; a drafter whose drafts need others takes no part. ``adapter_place``: where captured passes
+        find an adapter; None: they cannot add it."""
         found = {name: Seated.of(name, guard) for name in proposers}
         found = {name: _fitting(d, captured) for name, d in found.items() if d is not None}
         self.drafters: dict[str, Seated] = {n: d for n, d in found.items() if isinstance(d, Seated)}
@@ -54,9 +56,14 @@ class Seating:
         self._looking = {name: number for number, name in enumerate(self.look_ups, 1)}
         self._observers = {n for n, p in proposers.items() if p.capture_layers or p.observes}
         self._forced = forced is not None
+        self._adapter_place = adapter_place
         self._synthetic = synthetic is not None and forced is None
         rates = forced or synthetic
         self.rates = rates.rates if rates is not None else ()
+
+    def adapter_of(self, row: Row) -> int:
+        """The place of a request's adapter, 0: it has none."""
+        return (self._adapter_place(row.adapter) or 0) if row.adapter else 0
 
     def number_of(self, method: str) -> int:
         """The number of a drafter, from 1 on; 0: plain decoding, or a look-up."""
@@ -127,7 +134,9 @@ class Seating:
         speculation, proposal = row.speculation, row.proposal
         if row.num_computed + planned.num_new != row.num_tokens or row.num_tokens < 2 or row.is_full:
             return None
-        if row.grammar is not None or row.error is not None or row.adapter:
+        if row.grammar is not None or row.error is not None:
+            return None
+        if row.adapter and self._adapter_place(row.adapter) is None:
             return None
         if row.prompt_logprobs is not None and row.num_computed < row.num_prompt - 1:
             return None

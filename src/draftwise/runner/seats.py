@@ -66,12 +66,21 @@ class Seats:
         self._drafting = drafting
         self._rows = rows
         self._seating = seating = Seating(
-            proposers, drafting.guard, synthetic, forced, lambda rows: bool(target.pass_seats(rows))
+            proposers,
+            drafting.guard,
+            synthetic,
+            forced,
+            lambda rows: bool(target.pass_seats(rows)),
+            target.place_of,
         )
         # requests that draft less than others, or not at all, have padding rows
         widths = {1, *(1 + seating.steps_of(method) for method in proposers)}
-        self._passes = {width: target.pass_seats(width) for width in widths}
-        widest = self._passes[max(widths)]
+        self._passes = {
+            (width, adapted): target.pass_seats(width, adapted=adapted)
+            for width in widths
+            for adapted in (False, True)
+        }
+        widest = self._passes[max(widths), False]
         self._count = max((seats.rows.shape.requests for seats in widest), default=0)
         if not self._count:
             return
@@ -367,7 +376,8 @@ class Seats:
             for method in dict.fromkeys(method for method, _ in ways)
             if method in seating.look_ups
         ]
-        for found in self._passes[width]:
+        adapted = any(row.adapter for rows in ways.values() for row in rows)
+        for found in self._passes[width, adapted]:
             shape = found.rows.shape
             if shape.requests < seats or shape.keys < keys or shape.requests > self._count:
                 continue

@@ -40,6 +40,7 @@ class Entering:
     q: Mapping[int, Tensor] | None  # [V] float32 each, over the target's vocabulary, by row of the source
     drafter: int = 0  # number of its drafter
     carried: Tensor | None = None  # see `SeatFeatures`
+    adapter: int = 0  # its place in `StackedAdditions`, 0: none
     text_np: IntArray | None = None  # [known] all tokens, of whoever looks up in them
 
 
@@ -75,6 +76,7 @@ class Entries:
                 new.first_key,
                 *numbers_of(state),
                 new.source,
+                new.adapter,
             )
             state_np[STATE:] = 0
             state_np[STATE : STATE + len(new.drafts)] = new.drafts

@@ -31,7 +31,8 @@ PRESENCE = 13
 FREQUENCY = 14
 REPETITION = 15
 SOURCE = 16  # number of the memory with what the waiting drafts were drawn from; 0: they are point masses
-STATE = 17  # the drafts follow
+ADAPTER = 17  # the place of its adapter in `StackedAdditions`; 0: none
+STATE = 18  # the drafts follow
 
 # columns of what a step is told
 LIMIT = 0  # tokens at which the request ends; 0: it takes no part
@@ -102,7 +103,7 @@ class Limits:
 class SeatMemory:
     """Tensors of S seats with up to K drafts each. They stay where they are, for graphs are captured on them.
 
-    ``state`` [S, 17 + K] int64; ``tables`` [S, blocks] int32; ``told`` [S, 5 + 2 P] int64, what the host says of a
+    ``state`` [S, 18 + K] int64; ``tables`` [S, blocks] int32; ``told`` [S, 5 + 2 P] int64, what the host says of a
     step; ``now`` [S, 2] int64, of the step that runs: whether a seat takes part, and its drafts; ``walk``, of S + 1:
     what it commits (the last one is nobody's); ``answer`` [S, 6 + 4 K + 1] int64, what the host is told; ``text``
     [S, tokens of a table + 1] int32, all known tokens of whoever looks up in them; ``past`` [P] int32, outputs of

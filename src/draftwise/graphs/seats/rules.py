@@ -56,7 +56,7 @@ class _Numbers:
 
 
 class _Step:
-    """The seats of a step: ``state`` [R, 17 + K], ``nodes`` [R] and ``drafts`` [R, N - 1] that are verified, and
+    """The seats of a step: ``state`` [R, 18 + K], ``nodes`` [R] and ``drafts`` [R, N - 1] that are verified, and
     ``numbers`` of its draws."""
 
     def __init__(self, memory: SeatMemory, step: Deciding) -> None:

@@ -27,7 +27,7 @@ from draftwise.graphs.seats.entering import Entering, Entries
 from draftwise.graphs.seats.features import SeatedLoop, SeatFeatures
 from draftwise.graphs.seats.kernels import SeatVerification
 from draftwise.graphs.seats.lookup import LookUp
-from draftwise.graphs.seats.memory import TEMPERATURE, SeatMemory
+from draftwise.graphs.seats.memory import ADAPTER, TEMPERATURE, SeatMemory
 from draftwise.graphs.seats.rows import DraftShape, LoopRows
 from draftwise.graphs.seats.rules import Deciding, verify
 from draftwise.graphs.seats.shaping import LOGPROBS, Shaping
@@ -146,22 +146,23 @@ class SeatedSteps:
             look_ups: those that somebody drafts with, by their numbers.
         """
         memory, shape = self.memory, target.rows.shape
+        of_pass = shape, target.rows.adapted  # passes with adapters have buffers of their own
         memory.told.view(-1).copy_(self._told[self._turn], non_blocking=True)
-        self._replay(("begin", shape), partial(self._begin, target))
+        self._replay(("begin", of_pass), partial(self._begin, target))
         target.graph.replay()
         trees = any(isinstance(loop.drafter.loop, TreeLoop) for loop in loops)
         step = Deciding(shape.requests, shape.rows, rules, self._rates, trees)
-        decided = ("decide", shape, tuple(rules), trees, shaped, tuple(memory.q))
+        decided = ("decide", of_pass, tuple(rules), trees, shaped, tuple(memory.q))
         logits = target.logits[: shape.size]
         self._replay(decided, partial(self._decide, target, step, shaped), (logits,))
         if trees:
             moving = kernels.compact if self._fused else rows.compact
             slots = target.rows.batch.slots
             run = partial(moving, memory, shape.requests, shape.rows, slots, target.pools)
-            self._replay(("compact", shape), run, idle=True)
+            self._replay(("compact", of_pass), run, idle=True)
         for loop in loops:
             self.features.open(loop)
-            self._replay(("advance", shape, id(loop.drafter.loop)), partial(self._advance, target, loop))
+            self._replay(("advance", of_pass, id(loop.drafter.loop)), partial(self._advance, target, loop))
             loop.drafter.loop.replay()
             self._replay(("finish", id(loop.drafter.loop)), partial(self._finish, loop))
         looking = kernels.look_up if self._fused else lookup.look_up
@@ -238,7 +239,7 @@ class SeatedSteps:
         else:
             rows.begin(memory, batch, spare)
         # behind what adds new blocks
-        target.rows.take_over(memory.tables)
+        target.rows.take_over(memory.tables, memory.state[:, ADAPTER])
 
     def _decide(self, target: PassSeats, step: Deciding, shaped: frozenset[str]) -> None:
         memory = self.memory

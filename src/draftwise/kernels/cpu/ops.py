@@ -164,7 +164,7 @@ class NativeOps(Ops):
         return self._draws.chains(logits, draws, target_ids)
 
     def pack_additions(self, sites: Sequence[AdditionSite]) -> Additions | None:
-        return NativeAdditions(self.library, sites, self._dtype)
+        return NativeAdditions(self.library, sites, self._dtype, self.pack_exact)
 
     def add_low_rank(self, x: Tensor, out: Tensor, additions: Additions, site: int) -> None:
         assert isinstance(x, Symbol) and isinstance(additions, NativeAdditions)

@@ -98,7 +98,7 @@ class SplitNativeOps(SplitOps, NativeOps):
     """`NativeOps` of one rank of several."""
 
     def pack_additions(self, sites: Sequence[AdditionSite]) -> Additions | None:
-        return NativeAdditions(self.library, sites, self._dtype, self.ranks)
+        return NativeAdditions(self.library, sites, self._dtype, self.pack_exact, self.ranks)
 
     def sum_ranks(self, x: Tensor) -> Tensor:
         if isinstance(x, Symbol):

@@ -10,13 +10,16 @@ from torch import Tensor
 from draftwise.attention.base import AttentionBackend
 from draftwise.attention.torch_grouped import TorchGroupedAttention
 from draftwise.errors import ConfigError, ModelLoadError
+from draftwise.kernels.additions import Additions
 from draftwise.kernels.attending import AttendingOps
 from draftwise.kernels.base import HeadShape
 from draftwise.kernels.handles import Heads, Linear, Norm, Rope
+from draftwise.kernels.stacked import StackedAdditions
 from draftwise.kernels.triton import in_torch, rows
 from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import equal_bits_shown
 from draftwise.kernels.triton.linear import LinearTiling, TritonLinear, can_pack, linear, pack_quantized
+from draftwise.kernels.triton.low_rank import add_low_rank
 from draftwise.kernels.triton.prompts import PROMPT_ROWS
 from draftwise.kernels.triton.tiling import Tiling
 from draftwise.quantization.scheme import Scheme
@@ -155,6 +158,13 @@ class TritonOps(AttendingOps):
     def linear(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
         assert isinstance(weight, TritonLinear)
         return linear(x, weight, out)
+
+    def add_low_rank(self, x: Tensor, out: Tensor, additions: Additions, site: int) -> None:
+        assert isinstance(additions, StackedAdditions)
+        if "low_rank" in self._replaced:
+            additions.add(x, out, site)
+        else:
+            add_low_rank(x, out, additions, site)
 
     def rms_norm(self, x: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
         assert isinstance(norm, TritonNorm)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ConfigError
-from draftwise.kernels.additions import Additions
+from draftwise.kernels.additions import Addition, Additions
 from draftwise.kernels.cpu.program import Program
+from draftwise.kernels.stacked import StackedAdditions
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.lora.low_rank import LowRank
-from draftwise.models.lora.ops import AdaptedOps, PackedAdapter
+from draftwise.models.lora.ops import AdaptedOps, AddingOps, PackedAdapter, additions_of, site_of
 from draftwise.models.recorded import RecordedDecoder
 from draftwise.models.wrapped import WrappedDecoder
 from draftwise.types import AttentionBatch, StateRows, StepInput, TargetOutput
@@ -40,19 +41,45 @@ class AdaptedDecoder(WrappedDecoder):
         base = plain.inner if isinstance(plain, RecordedDecoder) else plain
         try:
             self._sites = base.linear_sites()
-            ops = base.operations()
-            as_ops, self._ops = AdaptedOps.over(ops)
-            self._adapted = base.with_operations(as_ops)
+            self._with = base.operations()
+            self._ops = AdaptedOps(self._with)
+            self._base, self._adapted = base, base.with_operations(self._ops.as_ops)
         except NotImplementedError as error:
             raise ConfigError(f"enable_lora: {error}") from error
-        self._pack_with = ops
-        self._loaded: dict[int, PackedAdapter] = {}
+        self._additions: dict[int, list[Addition | None]] = {}
+        self._packed: dict[int, PackedAdapter] = {}  # what passes call by call have needed
         self._recorded: RecordedDecoder | None = None
-        self._additions: Additions | None = None
+        self._kept: Additions | None = None  # of passes that are recorded or captured
+        self._captured: tuple[DecoderModel, StackedAdditions] | None = None
         if isinstance(plain, RecordedDecoder) and plain.records:
-            self._additions = self._ops.record(self._sites)
-            if self._additions is not None:
-                self._recorded = plain.of(self._adapted)
+            self._kept = self._with.pack_additions([site_of(site) for site in self._sites])
+            if self._kept is not None:
+                self._recorded = plain.of(self._adding(self._kept))
+
+    def stack(self, count: int, rank: int) -> bool:
+        """Let passes with adapters be captured: of adapters of up to this rank, so many at a time. False: they cannot
+        be, because layers are shared by ranks, or are no operations of a model's own."""
+        sites = [site_of(site) for site in self._sites]
+        if self._adapted is self._base or any(site.summed for site in sites):
+            return False
+        stacked = StackedAdditions(sites, count, rank, self._with.dtype, self._with.device)
+        self._kept, self._captured = stacked, (self._adding(stacked), stacked)
+        return True
+
+    @property
+    def captures_adapters(self) -> bool:
+        """Whether passes with adapters can be captured."""
+        return self._captured is not None
+
+    def place_of(self, adapter: int) -> int | None:
+        """Where captured passes find an adapter; None: it cannot be added in them."""
+        return None if self._captured is None else self._captured[1].place_of(adapter)
+
+    def weight_bytes(self) -> int:
+        return super().weight_bytes() + (0 if self._captured is None else self._captured[1].num_bytes)
+
+    def _adding(self, additions: Additions) -> DecoderModel:
+        return self._base.with_operations(AddingOps(self._with, additions, self._sites).as_ops)
 
     # ----------------------------------------------------------------------------------------------- adapters
 
@@ -62,17 +89,18 @@ class AdaptedDecoder(WrappedDecoder):
         Raises:
             ModelLoadError: it is for another model.
         """
-        assert slot > 0 and slot not in self._loaded
+        assert slot > 0 and slot not in self._additions
         with torch.inference_mode():
-            packed = PackedAdapter(adapter, self._sites, self._pack_with)
-        if self._additions is not None:
-            self._additions.put(slot, packed.additions)
-        self._loaded[slot] = packed
+            additions = additions_of(adapter, self._sites, self._with.dtype, self._with.device)
+            if self._kept is not None:
+                self._kept.put(slot, additions)
+        self._additions[slot] = additions if self._recorded is None else []  # none goes call by call
 
     def drop(self, slot: int) -> None:
         """Let go of an adapter that no request has. Between two passes."""
-        if self._loaded.pop(slot, None) is not None and self._additions is not None:
-            self._additions.drop(slot)
+        self._packed.pop(slot, None)
+        if self._additions.pop(slot, None) is not None and self._kept is not None:
+            self._kept.drop(slot)
 
     # ------------------------------------------------------------------------------------------------- passes
 
@@ -143,6 +171,12 @@ class AdaptedDecoder(WrappedDecoder):
 
     def _whole_pass(self, batch: StepInput) -> DecoderModel | None:
         """The model that computes all of a batch in one pass; None: no such pass has a place for its adapters."""
+        static = batch.attention.static
+        if static is not None and static.adapters is not None:
+            assert self._captured is not None
+            model, stacked = self._captured
+            stacked.for_pass(static.adapters, static.rows)
+            return model
         if batch.adapters is None or not any(batch.adapters):
             return self.inner
         return self._recorded
@@ -155,23 +189,38 @@ class AdaptedDecoder(WrappedDecoder):
             groups = [adapters == slot for slot in np.unique(adapters)]
         return [which for which in groups if which.any()]
 
+    def _packed_adapter(self, slot: int) -> PackedAdapter:
+        found = self._packed.get(slot)
+        if found is None:
+            found = self._packed[slot] = PackedAdapter(self._additions[slot], self._sites, self._with)
+        return found
+
     def _with_adapters(self, batch: StepInput, kv: KVStorage, capture: Sequence[int]) -> TargetOutput:
         assert batch.adapters is not None
         starts = batch.attention.query_start_np
         places: dict[int, list[npt.NDArray[np.int64]]] = {}
         for i, slot in enumerate(batch.adapters):
             places.setdefault(slot, []).append(np.arange(starts[i], starts[i + 1], dtype=np.int64))
-        missing = places.keys() - self._loaded.keys()
+        missing = places.keys() - self._additions.keys()
         assert not missing, f"adapters {sorted(missing)} are not loaded"
         groups: list[tuple[Tensor | None, PackedAdapter]] = []
         for slot, found in places.items():
             index = None if len(places) == 1 else torch.from_numpy(np.concatenate(found)).to(self.device)
-            groups.append((index, self._loaded[slot]))
+            groups.append((index, self._packed_adapter(slot)))
         self._ops.begin(groups)
         try:
             return self._adapted.forward(replace(batch, adapters=None), kv, capture)
         finally:
             self._ops.end()
+
+
+def adapted_of(model: DecoderModel) -> AdaptedDecoder | None:
+    """What takes adapters in a model that may be wrapped; None: nothing does."""
+    while isinstance(model, WrappedDecoder):
+        if isinstance(model, AdaptedDecoder):
+            return model
+        model = model.inner
+    return None
 
 
 def part_of(batch: StepInput, which: npt.NDArray[np.bool_]) -> tuple[StepInput, Tensor]:

@@ -84,7 +84,7 @@ def look_up(
     ended like this. PAST: others' outputs are looked at, too; CUT: drafts must have followed often enough. JOINS: what
     is found goes to ``paths`` [S, K + 1], behind its length, and not over the drafts."""
     s = tl.program_id(0).to(tl.int64)
-    own = state + s * (17 + drafts)
+    own = state + s * (18 + drafts)
     said = told + s * told_stride
     line = text + s * text_stride
     out = walk + s * (2 * drafts + 2)
@@ -118,7 +118,7 @@ def look_up(
         token = tl.where(theirs, copied, token)
         # an output ends there
         wanted = tl.minimum(wanted, tl.min(tl.where(theirs & (token < 0), j, BLOCK), 0))
-    to = own + 17
+    to = own + 18
     if JOINS:
         to = paths + s * (drafts + 1) + 1
     drafted = tl.load(to + j, mask=j < wanted, other=0)
@@ -156,7 +156,7 @@ def look_up(
 def join_found(state, told, answer, own_forms, paths, told_stride, drafts, BLOCK: tl.constexpr):
     """One seat: what `look_up` has found becomes a branch of the tree that waits; see `graphs.seats.lookup`."""
     s = tl.program_id(0).to(tl.int64)
-    own = state + s * (17 + drafts)
+    own = state + s * (18 + drafts)
     path = paths + s * (drafts + 1)
     length = tl.load(path)
     if length == 0:
@@ -167,7 +167,7 @@ def join_found(state, told, answer, own_forms, paths, told_stride, drafts, BLOCK
     kept = tl.minimum(tl.load(own + 2), total - tl.minimum(length, total // 2))
     j = tl.arange(0, BLOCK).to(tl.int64)
     old = j < kept
-    token = tl.load(own + 17 + j, mask=old, other=-1)
+    token = tl.load(own + 18 + j, mask=old, other=-1)
     depth = tl.load(form + j, mask=old, other=0)
     mask = tl.load(form + drafts + 1 + j, mask=old, other=0)
     parent = tl.load(form + 2 * (drafts + 1) + j, mask=old, other=-2)
@@ -191,7 +191,7 @@ def join_found(state, told, answer, own_forms, paths, told_stride, drafts, BLOCK
         size += adds
     real = j < size
     tl.store(own + 2, size)
-    tl.store(own + 17 + j, token, mask=real)
+    tl.store(own + 18 + j, token, mask=real)
     tl.store(form + j, depth, mask=real)
     tl.store(form + drafts + 1 + j, mask, mask=real)
     tl.store(form + 2 * (drafts + 1) + j, parent, mask=real)

@@ -1,6 +1,6 @@
 """Between the passes of a step of seats. Launched by `graphs.seats.kernels`; columns of ``state``, ``told`` and
 ``answer`` are numbered in `graphs.seats.memory`, a request's fields for verification in `.verify`. A row
-of ``state`` has 17 + K words, with up to K drafts, and one of ``answer`` 7 + 4 K."""
+of ``state`` has 18 + K words, with up to K drafts, and one of ``answer`` 7 + 4 K."""
 
 import triton
 import triton.language as tl
@@ -45,7 +45,7 @@ def begin_rows(
 ):
     """One seat: its new blocks, its rows of the target's pass, and what verification has to know."""
     s = tl.program_id(0).to(tl.int64)
-    own = state + s * (17 + drafts)
+    own = state + s * (18 + drafts)
     said = told + s * told_stride
     known = tl.load(own)
     live = known < tl.load(said)
@@ -90,7 +90,7 @@ def begin_rows(
     base = tl.load(source)
     tl.store(out + 5, tl.where(base != 0, tree, 0))  # children of a tree are drawn without replacement
     drafted = j < drafts
-    tl.store(out + 6 + j, tl.load(own + 17 + j, mask=drafted, other=0), mask=drafted)
+    tl.store(out + 6 + j, tl.load(own + 18 + j, mask=drafted, other=0), mask=drafted)
     tl.store(out + 6 + drafts + j, tl.load(form + 2 * drafts + 3 + j, mask=drafted, other=0), mask=drafted)
     q_row = tl.load(form + 4 * (drafts + 1) + 1 + j, mask=drafted, other=0)
     q_at = tl.where(base != 0, base + s * tl.load(source + 1) + q_row * tl.load(source + 2), 0)
@@ -141,7 +141,7 @@ def advance_rows(
     3: a chain, of a pass over masks;
     KIND: 0 argmax, 1 draws from q, 2 shared noise."""
     s = tl.program_id(0).to(tl.int64)
-    own = state + s * (17 + drafts)
+    own = state + s * (18 + drafts)
     said = told + s * told_stride
     out = walk + s * (2 * drafts + 2)
     mine = tl.load(said + 3) == number
@@ -268,7 +268,7 @@ def keep_drafts(
     mine = (tl.load(told + s * told_stride + 3) == number) & (tl.load(now + 2 * s) != 0)
     own = j < tl.where(mine, steps, 0)
     token = tl.load(drafted + s * drafted_stride + j, mask=own, other=0)
-    tl.store(state + s * (17 + drafts) + 17 + j, token, mask=own)
+    tl.store(state + s * (18 + drafts) + 18 + j, token, mask=own)
     told_back = answer + s * (7 + 4 * drafts) + 7 + drafts
     tl.store(told_back + j, token, mask=own)
     if DYNAMIC:
