@@ -62,7 +62,7 @@ def begin_rows(
     inside = j < rows
     real = j < tl.where(live, nodes + 1, 0)
     # the root, then drafts
-    token = tl.load(own + tl.where(j == 0, 1, 16 + j), mask=real, other=0)
+    token = tl.load(own + tl.where(j == 0, 1, 17 + j), mask=real, other=0)
     key = known - 1 + j
     at = s * rows + j
     number = tl.load(said + 3)
