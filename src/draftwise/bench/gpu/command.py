@@ -32,6 +32,7 @@ PARTS: dict[str, tuple[str, float]] = {
     "transformers": ("engines:measure_transformers", 60),
     "attention": ("kernels:compare_attention", 90),
     "mixed": ("mixed:measure_mixed", 60),
+    "adapters": ("adapters:measure_adapters", 45),
     "drafting_in_torch": ("steps:measure_drafting", 60),
 }
 """name -> (module:function, most seconds), in order of importance: what comes last is cut first."""
