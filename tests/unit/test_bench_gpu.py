@@ -31,7 +31,18 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "part",
-    ["bandwidth", "kernels", "steps", "truth", "profile", "drafting", "engines", "attention", "mixed"],
+    [
+        "bandwidth",
+        "kernels",
+        "steps",
+        "truth",
+        "profile",
+        "drafting",
+        "engines",
+        "attention",
+        "mixed",
+        "adapters",
+    ],
 )
 def test_a_part_comes_to_its_end(part: str) -> None:
     report = command.run_part(part, "cpu", True)

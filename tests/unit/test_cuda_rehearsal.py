@@ -89,6 +89,7 @@ LAUNCHED = {
     "memory": {"wanted_parts"},
     "attention": {"split_attention"},
     "mixed": {"split_attention"},
+    "adapters": {"low_rank_down", "low_rank_up"},
     "transformers": set(),
     "truth": {"split_attention", "tree_rows"},
     "profile": {"split_attention", "next_rows"},

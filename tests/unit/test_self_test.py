@@ -19,6 +19,7 @@ from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.kernels import replaced
 from draftwise.kernels.replaced import FAMILIES, replaced_kernels
 from draftwise.kernels.select import default_ops, on_triton
+from draftwise.kernels.stacked import StackedAdditions
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kernels.triton import availability, inputs, prompts, rows
 from draftwise.kernels.triton import ops as triton_ops
@@ -102,15 +103,33 @@ def test_no_compiler(
     for name in ("rms_norm", "silu_mul", "gather_rows", "rope_write"):
         monkeypatch.setattr(rows, name, breaks)
     monkeypatch.setattr(TritonAttention, "run", breaks)
-    ops = settled_ops(CONFIG, dtype, CPU)
+    monkeypatch.setattr("draftwise.kernels.triton.ops.add_low_rank", breaks)
+    ops = settled_ops(CONFIG, dtype, CPU, adapters=True)
     assert replaced_kernels("cpu") == {*FAMILIES} - {"linear", "prompts"}, "products of floats are torch's"
     assert isinstance(ops, TritonOps) and isinstance(ops._attention, TorchGroupedAttention)
     assert not ops.capturable
-    assert all(check.right for check in check_kernels(ops, CONFIG))
+    assert all(check.right for check in check_kernels(ops, CONFIG, adapters=True))
     (record,) = caplog.records
     assert "does not run: RuntimeError: Failed to find C compiler" in record.getMessage()
     with pytest.raises(ConfigError, match="batch_invariant: Triton's kernels of products or attention"):
         settled_ops(CONFIG, dtype, CPU, batch_invariant=True)
+
+
+def test_adapters_of_the_wrong_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked for where requests may have adapters, and nowhere else."""
+
+    def crossed(x: torch.Tensor, out: torch.Tensor, additions: StackedAdditions, site: int) -> None:
+        places = additions.places
+        additions.for_pass(places.flip(0), additions.rows)
+        additions.add(x, out, site)
+        additions.for_pass(places, additions.rows)
+
+    monkeypatch.setattr("draftwise.kernels.triton.ops.add_low_rank", crossed)
+    settled_ops(CONFIG, torch.float32, CPU)
+    assert not replaced_kernels("cpu")
+    ops = settled_ops(CONFIG, torch.float32, CPU, adapters=True)
+    assert replaced_kernels("cpu") == {"low_rank"}
+    assert all(check.right for check in check_kernels(ops, CONFIG, adapters=True)), "torch does it right"
 
 
 def test_trees_alone_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

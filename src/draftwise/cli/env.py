@@ -104,8 +104,9 @@ def _check(config: EngineConfig) -> list[KernelCheck]:
         getattr(torch, name), device, scheme, batch_invariant=config.batch_invariant, untested=True,
         latent=model.latent is not None,
     )  # fmt: skip
-    checks = check_kernels(ops, model, scheme)
-    if on_triton(device, untested=True):
+    triton = on_triton(device, untested=True)
+    checks = check_kernels(ops, model, scheme, adapters=triton)
+    if triton:
         checks += check_steps(device, model.vocab_size, config.block_size)
     return checks
 

@@ -33,7 +33,9 @@ def check_kernels(setting: Setting, report: PartReport) -> None:
     for dtype in (torch.bfloat16, torch.float32) if setting.cuda else (torch.float32,):
         for invariant in (True, False):
             kind = f"{str(dtype).removeprefix('torch.')}, {'fixed tiles' if invariant else 'default'}"
-            checks[kind] = checking.check_kernels(setting.ops(dtype=dtype, batch_invariant=invariant), config)
+            checks[kind] = checking.check_kernels(
+                setting.ops(dtype=dtype, batch_invariant=invariant), config, adapters=True
+            )
     if setting.cuda:
         checks["whole numbers"] = check_steps(device, size.vocab, BLOCK)
     for kind, found in checks.items():

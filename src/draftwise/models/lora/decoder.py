@@ -52,9 +52,10 @@ class AdaptedDecoder(WrappedDecoder):
         self._kept: Additions | None = None  # of passes that are recorded or captured
         self._captured: tuple[DecoderModel, StackedAdditions] | None = None
         if isinstance(plain, RecordedDecoder) and plain.records:
-            self._kept = self._with.pack_additions([site_of(site) for site in self._sites])
-            if self._kept is not None:
-                self._recorded = plain.of(self._adding(self._kept))
+            kept = self._with.pack_additions([site_of(site) for site in self._sites])
+            if kept is not None:
+                self._recorded = plain.of(self._adding(kept))
+                self._kept = None if self._recorded is None else kept
 
     def stack(self, count: int, rank: int) -> bool:
         """Let passes with adapters be captured: of adapters of up to this rank, so many at a time. False: they cannot
