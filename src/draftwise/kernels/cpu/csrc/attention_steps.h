@@ -12,7 +12,7 @@ template <class T, class S>
 struct VectorSteps {
   using Row = T;
   using Cache = S;
-  static constexpr int VECTORS = 16;  // of a tile: their scratch stays in cache
+  static constexpr int VECTORS = 64;  // of a tile: keys are packed once for all of them, and their scratch stays in cache
   static constexpr bool EVEN_ODD = BOTH_BF16<T, S>;  // the order of dimensions in sums, see load_values
 
   float *q, *kt;  // [M][padded] queries, columns of GROUP keys

@@ -20,7 +20,8 @@ typedef int8_t vb __attribute__((vector_size(16)));
 typedef uint8_t vub __attribute__((vector_size(16)));
 typedef uint64_t vq __attribute__((vector_size(64)));  // eight lanes of 64 bits
 
-DW_INLINE vf splat(float x) { return vf{} + x; }
+// Written out: 0 + x would be an addition, since it is no x where that is -0.
+DW_INLINE vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 DW_INLINE vi splat_i(int32_t x) { return vi{} + x; }
 DW_INLINE vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
