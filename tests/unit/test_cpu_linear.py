@@ -160,3 +160,15 @@ def test_special_values_stay_in_their_row(kernels: LinearKernels) -> None:
 def test_no_rows(kernels: LinearKernels) -> None:
     weight, x, _ = tensors(33, 40, 0, torch.bfloat16)
     assert kernels.run(x, kernels.pack(weight)).shape == (0, 33)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_long_prompt_is_computed_some_rows_at_a_time(kernels: LinearKernels, dtype: torch.dtype) -> None:
+    """8.4 MB of packed rows are more than what is kept in a cache; the bits are those of each row alone."""
+    rows, inputs = 520, 8192
+    weight, x, _ = tensors(40, inputs, rows, dtype)
+    layer = kernels.pack(weight)
+    found = kernels.run(x, layer)
+    for row in (0, 255, 256, 511, 519):
+        assert torch.equal(found[row], kernels.run(x[row : row + 1], layer)[0]), row
+    assert error(found, oracle(x, weight)) < (1e-5 if dtype is torch.float32 else 1e-2)

@@ -237,10 +237,28 @@ static bool one_row_as_it_is(const LinearKernels& kernels, const LinearCall* cal
          w.inputs == w.units * k_per_unit(w.format) && !is_dynamic(w.format) && !is_grouped(w.format);
 }
 
+// Rows of a long prompt that are computed together: every panel reads all of them, so that they had better stay in a cache.
+static int64_t rows_together(const LinearKernels& kernels, const Linear& w, int64_t rows) {
+  constexpr int64_t BYTES = 4 << 20, FEWEST = 256;  // packed; fewer would read the weights too often
+  const int64_t bytes = int64_t(PackedRows::bytes(kernels, w, rows));
+  return bytes <= 2 * BYTES ? rows : std::max(FEWEST, rows * BYTES / bytes);
+}
+
 void linear_run(Pool* pool, const LinearCall* call) {
   const Linear& w = *call->weights;
   if (call->rows <= 0) return;
   const LinearKernels& kernels = linear_kernels();
+  const int64_t together = rows_together(kernels, w, call->rows);
+  if (together < call->rows) {
+    for (int64_t first = 0; first < call->rows; first += together) {
+      LinearCall part = *call;
+      part.rows = std::min(together, call->rows - first);
+      part.x = static_cast<const uint8_t*>(call->x) + first * call->ldx * element_bytes(w.input);
+      part.out = static_cast<uint8_t*>(call->out) + first * call->ldo * element_bytes(call->io_out);
+      linear_run(pool, &part);
+    }
+    return;
+  }
   const int64_t tasks = tasks_of(w, kernels, call->rows, pool_threads(pool));
   Pass pass{call, &kernels, nullptr, g_pass.fetch_add(1, std::memory_order_relaxed) + 1, int(tasks),
             Tiles(call->rows, kernels.tile_rows[w.format]), nullptr, pool_threads(pool)};

@@ -183,17 +183,22 @@ void big_release() {
   give_back_holes();
 }
 
-constexpr std::align_val_t kLine{64};
+namespace {
+// Large ones lie on huge pages: packed rows of a long prompt are read once for each panel, and would not be found by small ones' addresses
+// without a walk through tables each time.
+std::align_val_t alignment_of(size_t bytes) { return std::align_val_t{bytes >= 2 * kHuge ? kHuge : 64}; }
+}  // namespace
 
-Scratch::~Scratch() { ::operator delete(data_, kLine); }
+Scratch::~Scratch() { ::operator delete(data_, alignment_of(size_)); }
 
 void* Scratch::reserve(size_t bytes) {
   if (bytes <= size_) return data_;
-  ::operator delete(data_, kLine);
+  ::operator delete(data_, alignment_of(size_));
   data_ = nullptr;
   size_ = 0;
   size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-  data_ = ::operator new(size, kLine);
+  data_ = ::operator new(size, alignment_of(size));
+  if (size >= 2 * kHuge) wish_huge_pages(data_, size / kHuge * kHuge);
   size_ = size;
   return data_;
 }
