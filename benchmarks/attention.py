@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from draftwise.kernels.cpu.attention import NativeAttention
+from draftwise.kernels.cpu.levels import settle_level
 from draftwise.kernels.cpu.library import Isa, NativeLibrary, native_library
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kv.storage import LARGEST, quantized
@@ -102,14 +103,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--levels", nargs="+", default=None, help="instruction sets (default: the best)")
+    parser.add_argument("--levels", nargs="+", default=None, help="instruction sets (default: that of engines)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dim", type=int, default=64, help="size of a head")
     options = parser.parse_args()
     library = native_library()
     if library is None:
         parser.error("the native library is not built")
-    names = options.levels or [library.best_isa.name.lower()]
+    names = options.levels or [settle_level(library).isa.name.lower()]
     unknown = sorted({name for name in names if name.upper() not in Isa.__members__})
     if unknown:
         parser.error(f"no such level: {', '.join(unknown)}")

@@ -29,7 +29,8 @@ class AdaptedDecoder(WrappedDecoder):
     Where passes are recorded, one recording with additions serves requests with and without an adapter in one pass: in
     it a row without one has the very bits of ``plain``. Elsewhere requests without an adapter are computed by ``plain``
     as if there were no others, so that they have these bits, too; the rest are one pass, call by call, and a batch of
-    both kinds reads the weights twice.
+    both kinds reads the weights twice. Whoever captures passes asks for places for adapters first (`stack`): a pass
+    whose `StaticRows` has adapters is captured with additions.
     """
 
     def __init__(self, plain: DecoderModel) -> None:

@@ -90,7 +90,7 @@ struct Work {
   }
 };
 
-// Columns of few rows are divided, rows of many. linear_run packs the rows of all parts once, but has no parts.
+// Example: one run of 40 rows on two threads is two pieces of 20 rows; one of 4 rows with many weights is two pieces of half the columns.
 void multiply(const LinearCall& call, const Piece& piece) {
   if (piece.parts > 1)
     linear_run_part(&call, piece.part, piece.parts);
@@ -141,7 +141,7 @@ void adapters_run(const Shares& shares, const AdaptCall& call) {
     require(found != adapters.known.end(), "an adapter that is there");
     const Site& site = found->second[(size_t)call.site];
     if (site.down == nullptr) {
-      last = 0;  // the next of this adapter begins no run either
+      last = 0;  // there is no run that the next request with this adapter could join
       continue;
     }
     runs.push_back({&site, row, rows, elements});
