@@ -103,7 +103,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--levels", nargs="+", default=None, help="instruction sets (default: that of engines)")
+    parser.add_argument(
+        "--levels", nargs="+", default=None, help="instruction sets (default: that of engines)"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dim", type=int, default=64, help="size of a head")
     options = parser.parse_args()
