@@ -187,13 +187,13 @@ def _boolean(text: str) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``draftwise serve``."""
-    engine_options, server_config = settings(args)
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: {install('serve')}") from None
+    engine_options, server_config = settings(args)  # imports parts of the server
     logging.basicConfig(
         level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
