@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from draftwise.types import IntArray
 
 DIGEST_BYTES = 16
-_PERSON = b"draftwise.kv"
+_HASHER = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"draftwise.kv")
+"""Copied for each digest, which takes half as long as making one: requests that decode fill blocks in every step."""
 
 
 def root_digest(salt: str | None) -> bytes:
@@ -20,8 +21,13 @@ def root_digest(salt: str | None) -> bytes:
 
     ``None`` and the empty string are different salts.
     """
-    data = b"" if salt is None else b"=" + salt.encode()
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES, person=_PERSON).digest()
+    return _digest(b"" if salt is None else b"=" + salt.encode())
+
+
+def _digest(data: bytes) -> bytes:
+    hasher = _HASHER.copy()
+    hasher.update(data)
+    return hasher.digest()
 
 
 def block_digests(
@@ -37,13 +43,11 @@ def block_digests(
     chunk = token_ids_np[first * block_size : last * block_size]
     if chunk.dtype != np.int32:  # hash values, not the way they happen to be stored
         chunk = chunk.astype(np.int32)
-    data = memoryview(chunk.tobytes())
+    data = chunk.tobytes()
     stride = 4 * block_size
     out = []
     for start in range(0, len(data), stride):
-        hasher = hashlib.blake2b(parent, digest_size=DIGEST_BYTES, person=_PERSON)
-        hasher.update(data[start : start + stride])
-        parent = hasher.digest()
+        parent = _digest(parent + data[start : start + stride])
         out.append(parent)
     return out
 

@@ -104,7 +104,6 @@ uint32_t SuffixTree::step(uint32_t at, int32_t token, uint32_t place, uint32_t o
   if (child == kNoNode) {
     child = new_node(at, token, place, 1, 1);
     add_child(at, child);
-    link(child);
     return child;
   }
   Node& below = nodes_[child];
@@ -116,25 +115,21 @@ uint32_t SuffixTree::step(uint32_t at, int32_t token, uint32_t place, uint32_t o
     if (ours) join(at, child);
     return child;
   }
-  if (ours) {  // the node moves down the edge
+  if (ours) {  // the node moves down the edge; its only child is in no table
     ++upper.length;
     below.start = after(below.start, 1);
     --below.length;
-    rekey(child, at, token_at(below.start));
+    below.token = token_at(below.start);
     return at;
   }
   uint32_t middle = new_node(at, token, below.start, below.count, 1);
   Node& split = nodes_[middle];
-  split.slot = below.slot;
-  list(upper)[1 + below.slot] = middle;
-  unlink(child);
+  replace_child(child, middle);
   below.parent = middle;
   below.start = after(below.start, 1);
   --below.length;
   below.token = token_at(below.start);
   add_child(middle, child);
-  link(child);
-  link(middle);
   raise(middle);
   if (int32_t(order - order_of(split.start)) >= 0) split.start = place;
   return middle;
@@ -145,10 +140,9 @@ void SuffixTree::join(uint32_t upper, uint32_t lower) {
   Node &above = nodes_[upper], &below = nodes_[lower];
   below.length = uint16_t(below.length + above.length);
   below.start = above.start;
-  unlink(upper);
-  list(nodes_[above.parent])[1 + above.slot] = lower;
-  below.slot = above.slot;
-  rekey(lower, above.parent, above.token);
+  below.parent = above.parent;
+  below.token = above.token;
+  replace_child(upper, lower);
   free_node(upper);
 }
 
@@ -164,7 +158,6 @@ void SuffixTree::forget(const Seq& seq) {
     if (nodes_[n].count == 1) {  // a leaf: one occurrence does not branch
       assert(length == left && nodes_[n].log == 0);
       drop_child(n);
-      unlink(n);
       free_node(n);
       break;
     }

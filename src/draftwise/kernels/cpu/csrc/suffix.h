@@ -88,7 +88,7 @@ class SuffixTree {
     int32_t token;   // first of the edge
     uint32_t start;  // place of that token in the newest occurrence
     uint32_t count;  // occurrences, the same all along the edge
-    uint32_t next;   // in its hash chain, or in the list of free nodes
+    uint32_t next;   // in its hash chain, if it has siblings, or in the list of free nodes
     uint32_t kids;   // the list of children: how many, then their nodes, the most frequent first
     uint32_t slot;   // index in the parent's list
     uint16_t length;
@@ -143,6 +143,7 @@ class SuffixTree {
   void resize_list(Node& node, unsigned log);
   void add_child(uint32_t parent, uint32_t child);
   void drop_child(uint32_t child);
+  void replace_child(uint32_t child, uint32_t fresh);
   void raise(uint32_t n);
   void lower(uint32_t n);
   void swap_children(uint32_t* kids, uint32_t i, uint32_t j);
@@ -151,7 +152,6 @@ class SuffixTree {
   uint32_t find(uint32_t parent, int32_t token) const;
   void link(uint32_t n);
   void unlink(uint32_t n);
-  void rekey(uint32_t n, uint32_t parent, int32_t token);
 
   uint32_t step(uint32_t at, int32_t token, uint32_t place, uint32_t order);
   void join(uint32_t upper, uint32_t lower);
@@ -180,6 +180,7 @@ class SuffixTree {
   uint32_t list_end_ = 0, free_lists_[16];
   uint32_t block_end_ = 0, free_blocks_;
   uint32_t num_buckets_ = 0, round_ = 1;      // round_: buckets when this round of splits began
+  uint64_t num_linked_ = 0;                   // nodes in them
   uint32_t next_order_ = 0, oldest_ = 0;      // orders of the next sequence and of the oldest that is not removed
   uint64_t num_tokens_ = 0, pending_ = 0;      // pending_: tokens of removed sequences that are still there
   std::vector<Locus> matches_;                // scratch of `draft`

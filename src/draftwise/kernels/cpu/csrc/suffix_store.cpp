@@ -158,20 +158,35 @@ void SuffixTree::add_child(uint32_t parent, uint32_t child) {
   uint32_t* kids = list(node);
   nodes_[child].slot = kids[0];
   kids[++kids[0]] = child;
+  if (kids[0] == 2) link(kids[1]);
+  if (kids[0] > 1) link(child);
 }
 
 // A child of count 1: those stand at the end of the list, so any of them may fill its place.
 void SuffixTree::drop_child(uint32_t child) {
   Node& node = nodes_[nodes_[child].parent];
   uint32_t* kids = list(node);
+  if (kids[0] > 1) unlink(child);
   uint32_t last = kids[kids[0]--];
   kids[1 + nodes_[child].slot] = last;
   nodes_[last].slot = nodes_[child].slot;
+  if (kids[0] == 1) unlink(kids[1]);
   if (kids[0] == 0) {
     free_list(node.kids, node.log);
     node.log = 0;
   } else if (node.log > 1 && kids[0] < (1u << node.log) / 4) {
     resize_list(node, node.log - 1u);
+  }
+}
+
+// `fresh`, of the same parent and token, comes in a child's place.
+void SuffixTree::replace_child(uint32_t child, uint32_t fresh) {
+  uint32_t* kids = list(nodes_[nodes_[child].parent]);
+  nodes_[fresh].slot = nodes_[child].slot;
+  kids[1 + nodes_[child].slot] = fresh;
+  if (kids[0] > 1) {
+    unlink(child);
+    link(fresh);
   }
 }
 
@@ -226,6 +241,9 @@ void SuffixTree::swap_children(uint32_t* kids, uint32_t i, uint32_t j) {
 
 // ---------------------------------------------------------------------------------------- children by token
 
+// A child without siblings is found in its parent's list, and is in no table. So where a sequence ends in a text that
+// occurred before, and its nodes move down an edge with every token, no table has to know.
+//
 // Linear hashing (Litwin 1980): buckets below num_buckets_ - round_ and from round_ on are already split.
 uint32_t SuffixTree::bucket_of(uint32_t parent, int32_t token) const {
   uint32_t h = hash(parent, token);
@@ -234,13 +252,17 @@ uint32_t SuffixTree::bucket_of(uint32_t parent, int32_t token) const {
 }
 
 uint32_t SuffixTree::find(uint32_t parent, int32_t token) const {
+  const Node& above = nodes_[parent];
+  if (above.log == 0) return kNoNode;
+  const uint32_t* kids = list(above);
+  if (kids[0] == 1) return nodes_[kids[1]].token == token ? kids[1] : kNoNode;
   uint32_t n = buckets_[bucket_of(parent, token)];
   while (n != kNoNode && (nodes_[n].parent != parent || nodes_[n].token != token)) n = nodes_[n].next;
   return n;
 }
 
 void SuffixTree::link(uint32_t n) {
-  if (num_nodes_ > num_buckets_) {  // split one bucket
+  if (++num_linked_ > num_buckets_) {  // split one bucket
     uint32_t fresh = num_buckets_++, old = fresh - round_;
     buckets_.reserve(num_buckets_);
     uint32_t stay = kNoNode, go = kNoNode, mask = 2 * round_ - 1;
@@ -264,13 +286,7 @@ void SuffixTree::unlink(uint32_t n) {
   uint32_t* at = &buckets_[bucket_of(nodes_[n].parent, nodes_[n].token)];
   while (*at != n) at = &nodes_[*at].next;
   *at = nodes_[n].next;
-}
-
-void SuffixTree::rekey(uint32_t n, uint32_t parent, int32_t token) {
-  unlink(n);
-  nodes_[n].parent = parent;
-  nodes_[n].token = token;
-  link(n);
+  --num_linked_;
 }
 
 // ----------------------------------------------------------------------------------------------------- books
@@ -285,7 +301,7 @@ uint64_t SuffixTree::bytes() const {
 #define DW_RULE(condition) \
   if (!(condition)) return __LINE__
 int SuffixTree::check() const {
-  uint64_t seen = 0;
+  uint64_t seen = 0, siblings = 0;
   std::vector<std::pair<uint32_t, uint32_t>> stack{{kRootNode, 0}};  // node, depth where its edge ends
   while (!stack.empty()) {
     auto [n, depth] = stack.back();
@@ -294,6 +310,7 @@ int SuffixTree::check() const {
     uint32_t children = node.log ? list(node)[0] : 0;
     DW_RULE(depth <= depth_);
     DW_RULE(node.log == 0 || (children >= 1 && children < (1u << node.log)));
+    if (children > 1) siblings += children;
     uint64_t sum = 0;
     for (uint32_t i = 0; i < children; ++i) {
       uint32_t k = list(node)[1 + i];
@@ -316,7 +333,7 @@ int SuffixTree::check() const {
   for (uint32_t b = 0; b < num_buckets_; ++b) {
     for (uint32_t i = buckets_[b]; i != kNoNode; i = nodes_[i].next) ++linked;
   }
-  DW_RULE(linked == num_nodes_);
+  DW_RULE(linked == siblings && linked == num_linked_);
   for (const Seq& seq : seqs_) {
     if (!seq.open) continue;
     DW_RULE(seq.loci.size() == std::min(seq.length, depth_));
