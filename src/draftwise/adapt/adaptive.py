@@ -205,8 +205,9 @@ class AdaptiveController(Controller):
                 tables += _WHOLE
                 outcomes.append(_UNKNOWN)
                 continue
-            if drafter.probe or drafter.probing:
-                return 1, None  # a probe waits for its outcome
+            if drafter.waiting and (drafter.probe or drafter.probing):
+                # a probe waits for its outcome; one that may not be drafted now waits for nothing
+                return 1, None
             tables += drafter.cut_table()
             outcomes.append(_UNKNOWN if drafter.before is None else drafter.before)
         return most, RoundCuts(bytes(tables), bytes(outcomes))
@@ -222,6 +223,8 @@ class AdaptiveController(Controller):
                 self.model.observe_target(shape, (seconds - result.draft_time) / result.num_rounds)
             return
         rounds = result.num_rounds
+        if not shape.prompt_rows:
+            self._saw_rounds(rounds)
         tokens, drafted, apart = self._observe_rounds(result, planned)
         if seconds is None:
             return
@@ -267,6 +270,12 @@ class AdaptiveController(Controller):
             if not plain:
                 self._account(shape, tokens, min(seconds, 1.25 * usual), rounds)
         self._earn(whole)
+
+    def _saw_rounds(self, rounds: int) -> None:
+        """A step had so many: what is due after a number of steps is due after as many rounds."""
+        usual = self._explorer.rounds
+        if rounds != usual:
+            self._explorer.rounds = self._decisions.rounds = usual + 0.25 * (rounds - usual)
 
     def _of_a_round(self, result: StepResult, planned: Planned, seconds: float) -> float:
         """What a round of the step took, of ``seconds``.

@@ -25,7 +25,7 @@ class Decisions:
 
     ``prices``: what the newest decision reckoned with; None: none was made. ``plain_known``: its plain step was
     measured, not guessed. ``rate_gain``: the rate that it promises over the plain one. ``stride``: one step in so many
-    is taken in.
+    is taken in. ``rounds``: of a step, lately; a choice that nobody drafts stands for a number of rounds, not steps.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Decisions:
         self.plain_known = False
         self.rate_gain = 1.0
         self.num_decisions = 0
+        self.rounds = 1.0
         self.next_step = 0
         self.stride = _STRIDE
         self._model = model
@@ -93,7 +94,7 @@ class Decisions:
         self.plain_known = self._model.times_measured(n, n, context, sampled) >= 3
         options, rate = choose(groups, prices, self._model)
         self.rate_gain = rate * plain / n
-        interval = settings.idle_interval
+        interval = max(round(settings.idle_interval / self.rounds), settings.interval)
         for (group, members), option in zip(groups, options, strict=True):
             trial = self._on_trial(group)
             if trial:

@@ -47,6 +47,8 @@ class Explorer:
         self.pause_steps = 1  # 2: the drafting part of steps is not measured
         """Steps of a pause. In the first one, proposals may still be verified; the next one is all plain, but for its
         drafting, unless that pauses, too."""
+        self.rounds = 1.0
+        """Of a step, lately. Waits are meant in rounds."""
         self._step = self._pause_until = 0
         self._next_look = 0  # step
         self._funds = 0.0  # seconds that may be spent
@@ -123,7 +125,7 @@ class Explorer:
         ``rate_gain``: promised rate over the plain one; ``plain_known``: `Prices.plain` was measured, not guessed;
         ``active``: finds the groups with the requests that were planned lately.
         """
-        self._next_look = self._step + 8
+        self._next_look = self._step + self._steps(8)
         if not self._pause(prices, rate_gain, plain_known):
             self._try_drafts(active(), prices, rate_gain)
 
@@ -135,7 +137,7 @@ class Explorer:
         seen = self._plain_seen.get(class_of_batch(prices.requests))
         cost = self.pause_steps * prices.plain * (1 - 1 / rate_gain)
         # Never measured at this size, and every comparison rests on it; and the first few samples are on the house.
-        if seen is None or (not plain_known and step >= seen + 8):
+        if seen is None or (not plain_known and step >= seen + self._steps(8)):
             cost = 0.0
         elif not plain_known or step < seen + self._pause_interval(prices, rate_gain) or self._funds < cost:
             return False
@@ -145,7 +147,7 @@ class Explorer:
         self.num_pauses += 1
         return True
 
-    def _pause_interval(self, prices: Prices, rate_gain: float) -> float:
+    def _pause_interval(self, prices: Prices, rate_gain: float) -> int:
         """Steps between plain ones, such that they take 0.2 % of the time: a wrong belief must be
         found out. The first samples, of a machine that is not warm yet, are soon followed by others.
 
@@ -154,8 +156,12 @@ class Explorer:
         """
         n = prices.requests
         if self._model.times_measured(n, n, prices.context, prices.sampled) < _SURE:
-            return 32.0
-        return max(96.0, 500 * (1 - 1 / rate_gain))
+            return self._steps(32)
+        return self._steps(max(96, round(500 * (1 - 1 / rate_gain))))
+
+    def _steps(self, rounds: int) -> int:
+        """Steps that so many rounds take, at least one."""
+        return max(round(rounds / self.rounds), 1)
 
     def _try_drafts(
         self, groups: Sequence[tuple[Group, list[Drafter]]], prices: Prices, rate_gain: float
@@ -166,20 +172,20 @@ class Explorer:
         for group, members in groups:
             idle = [m for m in members if not m.budget and not m.probe]
             if idle:
-                self._next_look = step + 4
+                self._next_look = step + self._steps(4)
                 ready = [m for m in idle if m.ready <= step]
                 price = float("inf")
-                if not group.cap and group.hopeful and step - group.last_deep > 256:
+                if not group.cap and group.hopeful and step - group.last_deep > self._steps(256):
                     price = self._try_all(group, idle, len(ready), prices)
                 if ready and price > self._most_steps * prices.plain:  # more than can be saved up
                     price = self._probe(group, ready, prices)
                 need = min(need, price)
-            elif group.cap and step - group.last_deep > 64:
+            elif group.cap and step - group.last_deep > self._steps(64):
                 self._look_deeper(group, members, prices)
         if need < float("inf") and rate_gain <= 1.0:
             # No request drafts: wait until there is enough for the cheapest probe.
             wait = (need - self._funds) / (self._share * prices.plain)
-            self._next_look = step + min(max(int(wait), 4), 512)
+            self._next_look = step + self._steps(min(max(int(wait), 4), 512))
 
     def _probe(self, group: Group, idle: list[Drafter], prices: Prices) -> float:
         """Let some of those who do not draft make one draft, those first who never did or whose turn it is; short,
