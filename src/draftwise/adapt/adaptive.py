@@ -16,6 +16,7 @@ from draftwise.adapt.ledger import Ledger
 from draftwise.adapt.outcomes import outcomes
 from draftwise.adapt.performance import PerformanceModel, bucket
 from draftwise.adapt.roster import Planned, Roster, record
+from draftwise.adapt.round_times import RoundTimes
 from draftwise.adapt.settings import AdaptiveSettings
 from draftwise.types import CUT_BYTES, RoundCuts, RowResult, Speculation, StepResult
 
@@ -68,7 +69,7 @@ class AdaptiveController(Controller):
         self.resting = self._following.resting
         self._planned = Planned(0)  # the newest step
         self._num_suspended = 0
-        self._in_rounds = False  # the newest step that drafted had several, see `_of_a_round`
+        self._rounds = RoundTimes(self._explorer, self._decisions)
         self._unbooked: deque[tuple[int, int, int]] = deque(maxlen=8)
         """Requests, tokens and rounds of the steps that were passed over since the last one in the account; few, unless
         steps that count have prompts in them."""
@@ -224,11 +225,11 @@ class AdaptiveController(Controller):
             return
         rounds = result.num_rounds
         if not shape.prompt_rows:
-            self._saw_rounds(rounds)
+            self._rounds.saw(rounds)
         tokens, drafted, apart = self._observe_rounds(result, planned)
         if seconds is None:
             return
-        whole, seconds = seconds, self._of_a_round(result, planned, seconds)
+        whole, seconds = seconds, self._rounds.of_one(result, planned, seconds)
         if rounds > 1:
             shape.rows = shape.requests + (drafted and max(round(drafted / rounds), 1))
         if apart:  # a pass more than steps have whose requests all draft, or decode plainly
@@ -270,30 +271,6 @@ class AdaptiveController(Controller):
             if not plain:
                 self._account(shape, tokens, min(seconds, 1.25 * usual), rounds)
         self._earn(whole)
-
-    def _saw_rounds(self, rounds: int) -> None:
-        """A step had so many: what is due after a number of steps is due after as many rounds."""
-        usual = self._explorer.rounds
-        if rounds != usual:
-            self._explorer.rounds = self._decisions.rounds = usual + 0.25 * (rounds - usual)
-
-    def _of_a_round(self, result: StepResult, planned: Planned, seconds: float) -> float:
-        """What a round of the step took, of ``seconds``.
-
-        Planning and the like are shared by all rounds of a step. A step that had one where others have several, such
-        as a plain one to learn from, took more of it than what it stands for would: that is taken off.
-        Example: a step of 0.7 ms, 0.3 of them for what is shared, where four rounds are usual: 0.475 ms.
-        """
-        rounds, most = result.num_rounds, planned.most_rounds
-        if rounds > 1 or most == 1:
-            self._in_rounds = rounds > 1
-            return seconds / rounds
-        if planned.drafting and not self._explorer.pausing:
-            self._in_rounds = False
-        if not self._in_rounds:
-            return seconds
-        own = result.forward_time + result.verify_time + result.draft_time
-        return seconds - max(seconds - own, 0.0) * (1 - 1 / most)
 
     def _observe_rounds(self, result: StepResult, planned: Planned) -> tuple[int, int, bool]:
         """`_observe_rows` of all rounds."""
