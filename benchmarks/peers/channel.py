@@ -67,7 +67,8 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], tokens: int, method: str, temperature: float
     ) -> Generated:
-        """Generate exactly ``tokens`` tokens for all prompts at once; no prompt is cached from an earlier call."""
+        """Generate exactly ``tokens`` tokens for all prompts at once; no prompt is cached from an earlier call, nor
+        anything of what was said then."""
         raise Unsupported("generation is not measured")
 
     def bandwidth(self) -> float:
@@ -83,8 +84,12 @@ def answer(engine: Engine, question: dict[str, Any]) -> Any:
         arguments["methods"] = tuple(arguments.get("methods", ("plain",)))
         return engine.load(Load(**arguments))
     if what == "generate":
-        made = engine.generate(**arguments)
-        return {"seconds": made.seconds, "token_ids": made.token_ids}
+        prompts, at_once = arguments.pop("prompts"), arguments.pop("at_once")
+        made = [
+            engine.generate(own, **arguments) for own in ([prompts] if at_once else [[p] for p in prompts])
+        ]
+        ids = [answered for one in made for answered in one.token_ids]
+        return {"seconds": sum(one.seconds for one in made), "token_ids": ids}
     if what in ("step", "prefill", "bandwidth"):
         return getattr(engine, what)(**arguments)
     raise ValueError(f"unknown question {what!r}")

@@ -49,8 +49,7 @@ class Runner:
         """Whether the cell is for this worker: one of its methods, and no more requests at once than it takes."""
         if cell.tokens is None:
             return True
-        many = len(cell.question["prompts"]) > 1
-        return cell.question["method"] in self.methods and (self.batches or not many)
+        return cell.question["method"] in self.methods and (self.batches or not cell.batched)
 
 
 @dataclass(slots=True)
@@ -140,7 +139,7 @@ def ask(run: Run, runner: Runner, cell: Cell, *, keep: bool, prompt: int = 0) ->
         if any(length != wanted for length in lengths):
             raise PeerError(f"{runner.label}: {wanted} tokens were asked for, {lengths} came")
         value = cell.tokens / reply["seconds"]
-        if cell.question["temperature"] == 0 and len(lengths) == 1:
+        if cell.question["temperature"] == 0 and not cell.batched:
             key = (runner.label.partition(",")[0], cell.question["method"], prompt)
             run.greedy[key] = reply["token_ids"][0]
     run.samples.add(_row(runner, cell), _column(cell), value)
@@ -246,7 +245,13 @@ def generate(run: Run, given: argparse.Namespace) -> dict[str, Any]:
             start(run, given, peer, label, load)
     cells = [
         [
-            generate_cell(method, temperature, picked(prompts, turn, size), given.output_tokens)
+            generate_cell(
+                method,
+                temperature,
+                picked(prompts, turn, size if size > 1 else given.in_turn),
+                given.output_tokens,
+                at_once=size > 1,
+            )
             for size in given.batch
             for temperature in given.temperatures
             for method in given.methods
@@ -329,6 +334,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             command.add_argument("--output-tokens", type=int, default=128)
             command.add_argument("--num-draft", type=int, default=4)
             command.add_argument("--batch", type=int, nargs="+", default=[1], help="requests at once")
+            command.add_argument(
+                "--in-turn",
+                type=int,
+                default=3,
+                help="requests one after the other, where one runs at a time",
+            )
             command.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

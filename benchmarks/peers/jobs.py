@@ -89,6 +89,11 @@ class Cell:
     question: dict[str, Any]
     tokens: int | None = None
 
+    @property
+    def batched(self) -> bool:
+        """Whether it asks for several requests at once."""
+        return self.tokens is not None and self.question["at_once"] and len(self.question["prompts"]) > 1
+
 
 def step_cells(
     contexts: Sequence[int] = CONTEXTS, rows: Sequence[int] = STEP_ROWS, prefill: Sequence[int] = PREFILL
@@ -102,14 +107,24 @@ def step_cells(
     return cells + [Cell(f"prefill {tokens}", {"do": "prefill", "tokens": tokens}) for tokens in prefill]
 
 
-def generate_cell(method: str, temperature: float, prompts: Sequence[Sequence[int]], tokens: int) -> Cell:
-    """Generation for these prompts at once."""
-    name = f"{method}, T={temperature:g}" + (f", {len(prompts)} at once" if len(prompts) > 1 else "")
+def generate_cell(
+    method: str,
+    temperature: float,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    at_once: bool = True,
+) -> Cell:
+    """Generation for these prompts, ``at_once`` or one after the other."""
+    name = f"{method}, T={temperature:g}" + (
+        f", {len(prompts)} at once" if at_once and len(prompts) > 1 else ""
+    )
     question = {
         "do": "generate",
         "prompts": [list(prompt) for prompt in prompts],
         "tokens": tokens,
         "method": method,
         "temperature": temperature,
+        "at_once": at_once,
     }
     return Cell(name, question, tokens * len(prompts))

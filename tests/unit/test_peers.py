@@ -89,6 +89,8 @@ def test_cells_and_places_of_models(peers: Any, tmp_path: Path) -> None:
     assert one.name == "plain, T=0.8, 2 at once" and one.tokens == 32
     assert peers.compare.picked([[0], [1], [2]], 1, 4) == [[1], [2], [0], [1]]
     alone = peers.compare.Runner("llamacpp", None, ("plain",))
+    in_turn = peers.jobs.generate_cell("plain", 0.8, [[1, 2], [3]], 16, at_once=False)
+    assert in_turn.name == "plain, T=0.8" and in_turn.tokens == 32 and alone.serves(in_turn)
     assert not alone.serves(one) and alone.serves(peers.jobs.generate_cell("plain", 0.8, [[1, 2]], 16))
     assert alone.serves(cells[0]) and peers.compare.Runner("vllm", None, ("plain",), True).serves(one)
     path = peers.jobs.model_path
@@ -241,6 +243,9 @@ def test_a_round_takes_in_values_and_leaves_out_what_failed(
         peers.compare.rounds(run, given, [[peers.jobs.generate_cell("plain", 0.0, [[1, 2]], 10)]])
         assert run.samples.values == {"fake, plain": {"T=0": [20.0, 20.0]}}
         assert run.greedy == {("fake", "plain", 0): [7] * 10}
+        two = peers.jobs.generate_cell("plain", 0.0, [[1], [2]], 10, at_once=False)
+        peers.compare.ask(run, run.runners[0], two, keep=True)  # 20 tokens in twice the time
+        assert run.samples.values["fake, plain"]["T=0"].pop() == 20.0
         given.seconds = 0.0  # the first round is measured all the same
         peers.compare.rounds(run, given, [[peers.jobs.generate_cell("plain", 0.0, [[1, 2]], 10)]])
         assert run.samples.values == {"fake, plain": {"T=0": [20.0] * 3}}
