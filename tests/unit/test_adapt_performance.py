@@ -164,3 +164,15 @@ def test_growing_contexts_are_not_taken_for_a_slower_machine() -> None:
     for mean in (130, 160, 200, 250):
         for rows in (16, 32, 48, 80):
             assert model.target_time(16, rows, 16 * mean) == pytest.approx(seconds(16, rows, mean), rel=0.12)
+
+
+def test_the_first_steps_of_a_size_do_not_say_what_it_takes() -> None:
+    """They meet cold caches, or a busy moment: what such a step is said to take is what was believed of it before, and
+    from the third one on the median."""
+    model = PerformanceModel()
+    learn(model, 1, 1)
+    learn(model, 1, 2)
+    wild = StepShape(requests=1, rows=6, context=100)
+    answers = [model.observe_target(wild, 0.02) for _ in range(3)]
+    assert answers[0] < 2 * target(1, 6, 100) and answers[1] < 0.02
+    assert answers[2] == pytest.approx(0.02, rel=0.1)

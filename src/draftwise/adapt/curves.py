@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -106,11 +107,15 @@ class TimeCurve:
     def observe(
         self, key: Key, features: tuple[float, ...], seconds: float, *, guessed: bool = False
     ) -> float:
-        """One measurement; answers what such a step takes by now. ``guessed``: it is what other times left over, and
-        says nothing of the machine's speed, by which those were reckoned."""
+        """One measurement; answers what such a step takes by now, and what it was believed to take where few were
+        measured: the first one may be of cold caches or a busy machine. ``guessed``: it is what other times left over,
+        and says nothing of the machine's speed, by which those were reckoned."""
         seconds = max(seconds, _TICK)
         self._measurements += 1
         cell = self._cells.get(key)
+        believed = math.inf
+        if (cell is None or cell.count < _KNOWN - 1) and self._weights is not None:
+            believed = self.predict(key, features)
         if cell is None:
             if len(self._cells) >= _MAX_CELLS:
                 del self._cells[next(iter(self._cells))]
@@ -129,7 +134,7 @@ class TimeCurve:
         if self._measurements % _REFIT == 0:
             self._forget_guesses()
             self._fit()
-        return cell.median * self._from(cell, features) * self._speed.value
+        return min(cell.median * self._from(cell, features) * self._speed.value, believed)
 
     def teach(self, key: Key, features: tuple[float, ...], seconds: float) -> None:
         """Take over a time that was measured with care: it is believed, and says nothing of the machine's speed now."""
