@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from draftwise.cli.main import build_parser, normalise
+from draftwise.cli.serve import BOOLEANS, settings
+from draftwise.errors import ConfigError
+from draftwise.server.config import ServerConfig
+from draftwise.server.sockets import bind, check_tls
 
 BLOCKED = """
 import sys
@@ -28,3 +38,76 @@ def test_the_extra_that_is_missing_is_named(missing: str) -> None:
     assert done.stderr == (
         f"draftwise: {missing} is not installed: run pip install '.[serve]' in the folder of Draftwise's sources\n"
     )
+
+
+def arguments(*argv: str) -> argparse.Namespace:
+    return build_parser("serve").parse_args(normalise(["serve", *argv], BOOLEANS))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"request_timeout": math.nan}, "request_timeout: expected finite seconds > 0, got nan"),
+        ({"request_timeout": math.inf}, "request_timeout: expected finite seconds > 0, got inf"),
+        ({"drain_timeout": math.inf}, "drain_timeout: expected finite seconds >= 0, got inf"),
+        ({"drain_timeout": math.nan}, "drain_timeout: expected finite seconds >= 0, got nan"),
+        ({"send_timeout": math.nan}, "send_timeout"),
+        ({"log_interval": math.nan}, "log_interval"),
+        ({"max_chunk_rate": math.nan}, "max_chunk_rate: expected chunks per second >= 0, got nan"),
+    ],
+)
+def test_no_timer_takes_what_is_no_number(given: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ServerConfig(**given)  # type: ignore[arg-type]
+
+
+def test_certificates_of_clients_are_not_left_unchecked(tmp_path: Path) -> None:
+    """Without a certificate of the server there is no TLS, and nobody would be asked for one."""
+    authority = tmp_path / "ca.pem"
+    authority.write_text("no certificate")
+    with pytest.raises(ConfigError, match="ssl_ca_certs: needs ssl_keyfile and ssl_certfile"):
+        ServerConfig(ssl_ca_certs=str(authority))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_the_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:
+    key, certificate, junk = (str(tmp_path / name) for name in ("key.pem", "cert.pem", "junk.pem"))
+    Path(junk).write_text("no certificate")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    check_tls(key, certificate, certificate)
+    with pytest.raises(ConfigError, match="^ssl_ca_certs: "):
+        check_tls(key, certificate, junk)
+    with pytest.raises(ConfigError, match="^ssl_keyfile, ssl_certfile: "):
+        check_tls(junk, certificate, certificate)
+
+
+@pytest.mark.parametrize("key", ["secret\n", " secret", "secret\t"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secrets made with ``echo`` end in a line break: every request would get a 401."""
+    with pytest.raises(ConfigError, match="api_key: a key must not begin or end with white space"):
+        settings(arguments("--api-key", key))
+    monkeypatch.setenv("DRAFTWISE_API_KEY", key)
+    with pytest.raises(ConfigError, match="api_key"):
+        settings(arguments())
+    assert settings(arguments("--api-key", "two words"))[1].api_keys == ("two words",)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--allow-credentials",), ("--allowed-methods", '["GET"]'), ("--allowed-headers", '["x-a"]')],
+)
+def test_what_says_nothing_without_origins_is_refused(flags: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"allow\w+: needs allowed_origins"):
+        settings(arguments(*flags))
+    settings(arguments("--allowed-origins", '["https://a.example"]', *flags))
+    settings(arguments("--allowed-methods", '["*"]', "--allowed-headers", '["*"]'))  # the defaults
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 300, ".a"])
+def test_what_is_no_name_to_listen_at(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen at .*no name of a host"):
+        bind(host, 0)

@@ -136,13 +136,14 @@ class ServerConfig:
             )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected a port in 0..65535, got {self.port}")
-        if self.request_timeout is not None and self.request_timeout <= 0:
-            raise ConfigError(f"request_timeout: expected seconds > 0, got {self.request_timeout:g}")
+        # No timer takes inf or nan, and each of them would show late: at the start, at a request, at the end.
+        if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
+            raise ConfigError(f"request_timeout: expected finite seconds > 0, got {self.request_timeout:g}")
         for name in ("header_timeout", "body_timeout", "send_timeout", "drain_timeout", "log_interval"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: expected seconds >= 0, got {getattr(self, name):g}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}: expected finite seconds >= 0, got {getattr(self, name):g}")
         self._check_planner()
-        if self.max_chunk_rate is not None and self.max_chunk_rate < 0:
+        if self.max_chunk_rate is not None and not self.max_chunk_rate >= 0:
             raise ConfigError(f"max_chunk_rate: expected chunks per second >= 0, got {self.max_chunk_rate:g}")
         if not self.model_names or not all(self.model_names):
             raise ConfigError("served_model_name: expected at least one name")
@@ -151,8 +152,18 @@ class ServerConfig:
             raise ConfigError(f"lora_modules: {doubled[0]!r} is the name of the model")
         if any(not key for key in self.api_keys):
             raise ConfigError("api_key: a key must not be empty")
+        if any(
+            key != key.strip() for key in self.api_keys
+        ):  # a header cannot carry it: no client could send the key
+            raise ConfigError(
+                "api_key: a key must not begin or end with white space (the line break of a file or a secret?)"
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile: give both or neither")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError(
+                "ssl_ca_certs: needs ssl_keyfile and ssl_certfile; without them there is no TLS"
+            )
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -175,5 +186,10 @@ class ServerConfig:
         parser_class(self.tool_call_parser)
         if self.reasoning_parser is not None:
             reasoning_class(self.reasoning_parser)
+        for name, default in (
+            ("allowed_methods", ("*",)), ("allowed_headers", ("*",)), ("allow_credentials", False),
+        ):  # fmt: skip
+            if not self.allowed_origins and getattr(self, name) != default:
+                raise ConfigError(f"{name}: needs allowed_origins; without it CORS is off")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("allow_credentials: needs named origins, not '*'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, shown
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -24,6 +24,8 @@ def bind(host: str, port: int) -> socket.socket:
         except OSError:
             bound.close()
             raise
+    except UnicodeError:  # of the encoding of names: a part of it is empty or too long
+        raise ConfigError(f"cannot listen at {shown(host)}: that is no name of a host") from None
     except OSError as error:
         raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
     return bound
@@ -34,9 +36,11 @@ def check_tls(keyfile: str | None, certfile: str | None, ca_certs: str | None) -
     if certfile is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    fields = "ssl_keyfile, ssl_certfile"
     try:
         context.load_cert_chain(certfile, keyfile)
         if ca_certs is not None:
+            fields = "ssl_ca_certs"
             context.load_verify_locations(ca_certs)
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"ssl_keyfile, ssl_certfile: {error.strerror or error}") from None
+        raise ConfigError(f"{fields}: {error.strerror or error}") from None
