@@ -8,13 +8,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from draftwise.cli.errors import UsageError
 from draftwise.cli.main import build_parser, normalise
 from draftwise.cli.serve import BOOLEANS, settings
 from draftwise.errors import ConfigError
 from draftwise.server.config import ServerConfig
+from draftwise.server.config_file import _SERVER_NAMES
 from draftwise.server.sockets import bind, check_tls
 
 BLOCKED = """
@@ -107,7 +110,45 @@ def test_what_says_nothing_without_origins_is_refused(flags: tuple[str, ...]) ->
     settings(arguments("--allowed-methods", '["*"]', "--allowed-headers", '["*"]'))  # the defaults
 
 
+def test_a_template_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "template").write_bytes("é".encode("latin-1"))
+    with pytest.raises(UsageError, match="--chat-template .*template: no text file"):
+        settings(arguments("--chat-template", str(tmp_path / "template")))
+
+
 @pytest.mark.parametrize("host", ["a..b", "a" * 300, ".a"])
 def test_what_is_no_name_to_listen_at(host: str) -> None:
     with pytest.raises(ConfigError, match="cannot listen at .*no name of a host"):
         bind(host, 0)
+
+
+# ------------------------------------------------------------------------------------ configuration files
+
+
+def from_file(tmp_path: Path, text: str) -> tuple[dict[str, Any], ServerConfig]:
+    (tmp_path / "serve.yaml").write_text(text)
+    return settings(arguments("--config", str(tmp_path / "serve.yaml")))
+
+
+def test_options_that_are_mappings_and_adapters_in_a_file(tmp_path: Path) -> None:
+    _, server = from_file(tmp_path, "default-chat-template-kwargs: {enable_thinking: false}\n")
+    assert server.default_chat_template_kwargs == {"enable_thinking": False}
+    for modules in ("[a=x, b=y]", '[a=x, \'{"name": "b", "path": "y"}\']'):
+        _, server = from_file(tmp_path, f"enable_lora: true\nlora_modules: {modules}\n")
+        assert [(m.lora_name, m.lora_path) for m in server.lora_modules] == [("a", "x"), ("b", "y")]
+    _, server = from_file(tmp_path, "enable_lora: true\nlora_modules: a=x\n")
+    assert [m.lora_name for m in server.lora_modules] == ["a"]
+
+
+@pytest.mark.parametrize("name", sorted(_SERVER_NAMES))
+def test_no_option_of_a_file_ends_in_a_traceback(name: str, tmp_path: Path) -> None:
+    """A list of dates is of no option's type."""
+    with pytest.raises(ConfigError, match=name):
+        from_file(tmp_path, f"{name}: [2026-01-01]\n")
+
+
+@pytest.mark.parametrize("value", ["5", "[1, 2]", "{a: b}"])
+def test_names_of_the_model_in_a_file_are_texts(value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="served_model_name: expected a name or a list of names"):
+        from_file(tmp_path, f"served_model_name: {value}\n")
+    assert from_file(tmp_path, "served_model_name: [a, b]\n")[1].model_names == ("a", "b")

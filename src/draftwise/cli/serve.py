@@ -16,7 +16,7 @@ from draftwise.cli.serve_planner import add_planner_flags, make_service
 from draftwise.cli.serve_ray import add_ray, serve_on_ray, wants_ray
 from draftwise.config.coerce import boolean
 from draftwise.config.lora import parse_modules
-from draftwise.errors import ConfigError, install
+from draftwise.errors import ConfigError, install, shown
 from draftwise.server.reasoning import REASONING_PARSERS
 from draftwise.server.tool_parsers import PARSERS
 
@@ -266,6 +266,8 @@ def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
     names = engine.pop("served_model_name", None)
     if isinstance(names, str):
         names = tuple(names.split(",")) if "," in names else (names,)
+    elif names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+        raise ConfigError(f"served_model_name: expected a name or a list of names, got {shown(names)}")
     server = {
         **file_server,
         **{
@@ -301,3 +303,5 @@ def _template(given: str) -> str:
             return file.read()
     except OSError as error:
         raise UsageError(f"--chat-template {given}: {error.strerror}") from None
+    except ValueError:  # not UTF-8, or a name that no file can have
+        raise UsageError(f"--chat-template {given}: no text file (UTF-8)") from None

@@ -166,8 +166,10 @@ def _server_value(name: str, value: Any) -> Any:
         "bool": lambda v: isinstance(v, bool),
         "str": lambda v: isinstance(v, str),
         "tuple[str, ...]": lambda v: isinstance(v, list) and all(isinstance(part, str) for part in v),
+        "Mapping[str, Any]": lambda v: isinstance(v, dict),
     }
     declared = {f.name: str(f.type).removesuffix(" | None") for f in fields(ServerConfig)}
+    declared["lora_modules"] = "tuple[str, ...]"  # name=path each, as in the flag
     kind = declared.get(name, "str")
     if name == "api_key" and isinstance(value, list) and all(isinstance(part, str) for part in value):
         return value
