@@ -15,6 +15,9 @@ from draftwise.server.context import Context
 def add_models(app: FastAPI, context: Context) -> None:
     """Add the routes. Anthropic's clients, which send a version, get the form that they know."""
 
+    @app.get(
+        "/v1/models/", include_in_schema=False
+    )  # as clients join an address; else it is a model without a name
     @app.get("/v1/models", summary="The names of the model")
     async def models(request: Request) -> JSONResponse:
         names = context.names

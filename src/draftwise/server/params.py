@@ -44,14 +44,17 @@ def chat_params(
 ) -> SamplingParams:
     """``structured``: what a forced tool call constrains the output to; ``special_tokens``: they are needed in the
     text, unless the request says that it wants none. Raises APIError or RequestError."""
+    _check_limit("max_completion_tokens", body.max_completion_tokens)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     more: dict[str, Any] = {"max_tokens": limit}
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.logprobs:
-        more["logprobs"] = body.top_logprobs or 0
-        if body.top_logprobs is not None and body.top_logprobs < 0:
-            raise bad_request(f"top_logprobs is {body.top_logprobs}; it must be at least 0", "top_logprobs")
+        more["logprobs"] = top = body.top_logprobs or 0
+        if not 0 <= top <= config.max_logprobs:
+            raise bad_request(
+                f"top_logprobs is {top}; it must be in 0..{config.max_logprobs}", "top_logprobs"
+            )
     if structured is not None:
         more["structured_outputs"] = structured
     if special_tokens and body.skip_special_tokens is None:
@@ -64,6 +67,7 @@ def responses_params(
 ) -> SamplingParams:
     """``forced``: the schema of a forced call; ``special_tokens``: they are needed in the text. Raises APIError or
     RequestError."""
+    _check_limit("max_output_tokens", body.max_output_tokens)
     given: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "speculation"):
         if getattr(body, name) is not None:
@@ -93,8 +97,9 @@ def messages_params(
 ) -> SamplingParams:
     """``forced``: the schema of a forced call; ``special_tokens``: they are needed in the text. Raises APIError or
     RequestError."""
-    if body.max_tokens < 1:
-        raise bad_request(f"max_tokens is {body.max_tokens}; it must be at least 1", "max_tokens")
+    _check_limit("max_tokens", body.max_tokens)
+    if not all(body.stop_sequences or ()):
+        raise bad_request("stop_sequences: expected non-empty texts", "stop_sequences")
     given: dict[str, Any] = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or ()}
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "speculation"):
         if getattr(body, name) is not None:
@@ -113,6 +118,12 @@ def messages_params(
     if special_tokens:
         given["skip_special_tokens"] = False
     return SamplingParams(output_kind="delta" if body.stream else "final_only", **given)
+
+
+def _check_limit(name: str, value: int | None) -> None:
+    """``name``: what the client calls the most tokens of an answer. Raises APIError."""
+    if value is not None and value < 1:
+        raise bad_request(f"{name} is {value}; it must be at least 1", name)
 
 
 def _params(body: SamplingBody, config: ServerConfig, more: Mapping[str, Any]) -> SamplingParams:
