@@ -131,6 +131,8 @@ def test_echo_in_chat(server: RunningServer) -> None:
     )[2]
     text = "".join(c["delta"].get("content", "") for e in events(streamed) for c in e["choices"])
     assert text == "I say" + plain
+    body["messages"] = [USER, {"role": "assistant", "content": [{"type": "text", "text": "I say"}]}]
+    assert chat(server, **body, echo=True)["choices"][0]["message"]["content"] == "I say" + plain
 
 
 def test_what_the_template_is_told(server: RunningServer) -> None:
@@ -217,3 +219,28 @@ def test_large_bodies_have_a_largest_sum(folder: str) -> None:
                 return
             time.sleep(0.05)
         pytest.fail("what a client that left had sent is still counted")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/chat/completions", {"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ("/v1/responses", {"input": [{"content": "x"}]}, "input"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 4, "stop_sequences": [""]}, "stop_sequences"),
+    ],
+)
+def test_errors_name_the_field_that_the_client_sent(
+    server: RunningServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    """And not the one of the engine that it becomes."""
+    found = error(server, path, **body)
+    assert found["param"] == field and found["message"].startswith(field)
+
+
+def test_the_list_of_models_with_a_slash_behind(server: RunningServer) -> None:
+    for path in ("/v1/models", "/v1/models/"):
+        assert json.loads(server.request("GET", path)[2])["object"] == "list"
+    assert json.loads(server.request("GET", "/v1/models/tiny")[2])["object"] == "model"

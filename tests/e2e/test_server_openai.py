@@ -140,6 +140,25 @@ def test_logprobs_echo_and_scoring(client: openai.OpenAI) -> None:
     assert score.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[:4]
 
 
+def test_bytes_of_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
+    """Tokens are single bytes here: none of these characters is one."""
+    for stream in (False, True):
+        answer: Any = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "x"}],
+            logprobs=True,
+            top_logprobs=1,
+            stream=stream,
+            extra_body={"structured_outputs": {"choice": ["é😀"]}},
+        )
+        choices = [c.choices[0] for c in answer] if stream else [answer.choices[0]]
+        found = [entry for c in choices if c.logprobs for entry in c.logprobs.content]
+        data = b"".join(bytes(entry.bytes) for entry in found)
+        assert data.removesuffix(b"<|end|>").decode() == "é😀"
+        for entry in found:  # the likeliest, and the one that was taken: never three bytes in place of one
+            assert all(len(other.bytes) == 1 or other.token.startswith("<|") for other in entry.top_logprobs)
+
+
 def test_stop_strings_are_never_leaked(client: openai.OpenAI) -> None:
     free = client.completions.create(prompt="hello", **GREEDY, extra_body=EXACT).choices[0].text
     stop = next(free[i : i + 2] for i in range(6, len(free) - 2) if free[i : i + 2].isprintable())

@@ -1,6 +1,7 @@
 """Incremental text equals text in one go; stop strings cut at the same character however tokens fall."""
 
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from draftwise.engine import detokenizer as module
-from draftwise.engine.detokenizer import IncrementalDetokenizer, StopMatch, byte_of_char
+from draftwise.engine.detokenizer import IncrementalDetokenizer, StopMatch, byte_of_char, bytes_of_token
 from draftwise.engine.stops import StopStrings
 
 SAMPLES = [
@@ -373,3 +374,19 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
         for token in ids * 600:
             detokenizer.push(token)
         assert median() < 4 * early
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
+def test_bytes_of_tokens_are_those_of_the_text(make: Callable[[], Tokenizer]) -> None:
+    """Also of tokens that are a part of a character."""
+    tokenizer = make()
+    for text in (*SAMPLES, "the 😀 漢"):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        joined = b"".join(bytes_of_token(tokenizer, i) for i in ids)
+        if make is byte_level:
+            assert joined.decode() == text
+        else:
+            spelled = [i for i in ids if 3 <= i < 259]  # of the others, spaces depend on what stands before
+            assert b"".join(bytes_of_token(tokenizer, i) for i in spelled) == bytes(i - 3 for i in spelled)
+    end = tokenizer.token_to_id("<|end|>" if make is byte_level else "</s>")
+    assert bytes_of_token(tokenizer, end) == (b"<|end|>" if make is byte_level else b"</s>")

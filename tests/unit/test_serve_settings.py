@@ -82,9 +82,9 @@ def test_the_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:
         check=True, capture_output=True,
     )  # fmt: skip
     check_tls(key, certificate, certificate)
-    with pytest.raises(ConfigError, match="^ssl_ca_certs: "):
+    with pytest.raises(ConfigError, match=r"^ssl_ca_certs: "):
         check_tls(key, certificate, junk)
-    with pytest.raises(ConfigError, match="^ssl_keyfile, ssl_certfile: "):
+    with pytest.raises(ConfigError, match=r"^ssl_keyfile, ssl_certfile: "):
         check_tls(junk, certificate, certificate)
 
 
@@ -112,13 +112,13 @@ def test_what_says_nothing_without_origins_is_refused(flags: tuple[str, ...]) ->
 
 def test_a_template_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "template").write_bytes("é".encode("latin-1"))
-    with pytest.raises(UsageError, match="--chat-template .*template: no text file"):
+    with pytest.raises(UsageError, match=r"--chat-template .*template: no text file"):
         settings(arguments("--chat-template", str(tmp_path / "template")))
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 300, ".a"])
 def test_what_is_no_name_to_listen_at(host: str) -> None:
-    with pytest.raises(ConfigError, match="cannot listen at .*no name of a host"):
+    with pytest.raises(ConfigError, match=r"cannot listen at .*no name of a host"):
         bind(host, 0)
 
 

@@ -109,10 +109,10 @@ def test_sources_of_tokens() -> None:
 
 def test_logprobs_have_no_infinities_and_ranked_alternatives_with_the_token_itself() -> None:
     position = {4: Logprob(float("-inf"), 9, "d"), 1: Logprob(-0.1, 1, "a"), 2: Logprob(-2.0, 2, "b")}
-    chat = chat_logprobs([4], [position], 2)["content"][0]
+    chat = chat_logprobs([4], [position], 2, bytes_of=bytes)["content"][0]
     assert chat["logprob"] == FLOOR and [t["token"] for t in chat["top_logprobs"]] == ["a", "b", "d"]
     for count, tokens in ((0, []), (1, ["a"]), (2, ["a", "b"])):
-        chat = chat_logprobs([1], [position], count)["content"][0]
+        chat = chat_logprobs([1], [position], count, bytes_of=bytes)["content"][0]
         assert [t["token"] for t in chat["top_logprobs"]] == tokens
     form = CompletionLogprobs(1)
     first = form.generated([4], [position])

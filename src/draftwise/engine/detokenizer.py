@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -173,9 +174,7 @@ class IncrementalDetokenizer:
 
 
 def _text_stream(tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool) -> _TextStream:
-    vocabulary = _VOCABULARIES.get(tokenizer)
-    if vocabulary is None:
-        vocabulary = _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer)
+    vocabulary = _vocabulary(tokenizer)
     skipped = vocabulary.special if skip_special_tokens else frozenset[int]()
     if vocabulary.byte_level:
         return _ByteStream(vocabulary, skipped)
@@ -203,6 +202,26 @@ class _Vocabulary:
 
 
 _VOCABULARIES: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDictionary()
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+"""A byte, as tokenizers of the SentencePiece family spell it."""
+
+
+def _vocabulary(tokenizer: Any) -> _Vocabulary:
+    vocabulary = _VOCABULARIES.get(tokenizer)
+    if vocabulary is None:
+        vocabulary = _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer)
+    return vocabulary
+
+
+def bytes_of_token(tokenizer: Any, token_id: int) -> bytes:
+    """The bytes of a token, also of one that is only a part of a character, whose text is U+FFFD."""
+    vocabulary = _vocabulary(tokenizer)
+    if vocabulary.byte_level:
+        return vocabulary.bytes_of(token_id)
+    piece = _BYTE_PIECE.fullmatch(vocabulary.backend.id_to_token(token_id) or "")
+    if piece is not None:
+        return bytes.fromhex(piece[1])
+    return str(vocabulary.backend.decode([token_id], skip_special_tokens=False)).encode()
 
 
 @cache

@@ -106,28 +106,27 @@ def _render(context: Context, body: ChatBody, plan: ToolPlan) -> tuple[dict[str,
     return context.truncated(prompt, body.truncate_prompt_tokens, limit), reading
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose content is text: lists of text parts are joined. Raises APIError for other parts."""
+def plain_messages(messages: Sequence[Mapping[str, Any]], field: str = "messages") -> list[dict[str, Any]]:
+    """Messages whose content is text: lists of text parts are joined. ``field``: where they stand in the request.
+    Raises APIError for other parts."""
     out = []
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str):
-            raise bad_request("messages: every message needs a role", "messages")
+            raise bad_request(f"{field}: every message needs a role", field)
         if isinstance(content, list):
             texts = []
             for part in content:
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 if kind not in ("text", "input_text", "output_text", "refusal"):
-                    raise bad_request(
-                        f"messages: content of type {kind!r} is not supported, only text", "messages"
-                    )
+                    raise bad_request(f"{field}: content of type {kind!r} is not supported, only text", field)
                 text = part.get("text", part.get("refusal"))
                 if not isinstance(text, str):
-                    raise bad_request("messages: a text part needs text", "messages")
+                    raise bad_request(f"{field}: a text part needs text", field)
                 texts.append(text)
             content = "\n".join(texts)
         elif content is not None and not isinstance(content, str):
-            raise bad_request("messages: content must be text or a list of parts", "messages")
+            raise bad_request(f"{field}: content must be text or a list of parts", field)
         plain = {**message, "content": content if content is not None else ""}
         if isinstance(thought := message.get("reasoning"), str):  # templates know the older name
             plain.setdefault("reasoning_content", thought)
@@ -150,7 +149,9 @@ class _Answer:
         self._created = int(time.time())
         self._tracer = Tracer(context.token_text)
         last = body.messages[-1] if body.echo and body.messages else {}
-        self._echo = str(last.get("content") or "") if last.get("role") == "assistant" else ""
+        self._echo = ""
+        if last.get("role") == "assistant":
+            self._echo = str(plain_messages([last])[0]["content"])
 
     # ---------------------------------------------------------------------------------------------- whole
 
@@ -221,6 +222,7 @@ class _Answer:
             completion.token_ids,
             completion.logprobs,
             self._body.top_logprobs or 0,
+            bytes_of=self._context.token_bytes,
             as_ids=self._context.tokens_as_ids(self._body.return_tokens_as_token_ids),
         )
 

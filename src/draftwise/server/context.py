@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from draftwise.encoding import encode_text
+from draftwise.engine.detokenizer import bytes_of_token
 from draftwise.engine.limits import check_prompt
 from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.workers import Lane, Workers
@@ -107,6 +108,10 @@ class Context:
     def _token_text(self, token_id: int) -> str:
         tokenizer = self.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode([token_id]))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's bytes. Needs a tokenizer."""
+        return bytes_of_token(self.need_tokenizer(), token_id)
 
     @property
     def names(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from draftwise.engine.outputs import Logprob, LogprobsDict
@@ -32,13 +32,22 @@ def _top(token: int, position: LogprobsDict, count: int) -> list[tuple[int, Logp
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], positions: Sequence[LogprobsDict], count: int, *, as_ids: bool = False
+    token_ids: Sequence[int],
+    positions: Sequence[LogprobsDict],
+    count: int,
+    *,
+    bytes_of: Callable[[int], bytes],
+    as_ids: bool = False,
 ) -> dict[str, Any]:
-    """``{"content": [{token, logprob, bytes, top_logprobs}]}``. ``as_ids``: tokens are written "token_id:ID"."""
+    """``{"content": [{token, logprob, bytes, top_logprobs}]}``. ``as_ids``: tokens are written "token_id:ID".
+
+    ``bytes_of``: the bytes of a token whose text does not say them. Clients join the bytes of several tokens that are
+    one character."""
 
     def one(token: int, entry: Logprob) -> dict[str, Any]:
         text = _text(token, entry, as_ids)
-        return {"token": text, "logprob": _value(entry), "bytes": list(text.encode())}
+        data = bytes_of(token) if "\ufffd" in text else text.encode()
+        return {"token": text, "logprob": _value(entry), "bytes": list(data)}
 
     content = []
     for token, position in zip(token_ids, positions, strict=True):

@@ -63,7 +63,7 @@ def input_messages(
             raise bad_request("input: this server stores no items to refer to: send the item itself", "input")
         else:
             raise bad_request(f"input: items of type {str(kind)[:80]!r} are not supported", "input")
-    return plain_messages(messages)
+    return plain_messages(messages, "input")
 
 
 def _thoughts(item: Mapping[str, Any]) -> str:
