@@ -115,6 +115,8 @@ def test_adapters_come_and_go(server: RunningServer, world: World) -> None:
     ("body", "words"),
     [
         ({"lora_name": "x", "lora_path": "/nowhere"}, "does not exist"),
+        ({"lora_name": "x", "lora_path": "x" * 5000}, "cannot be looked at"),
+        ({"lora_name": "x", "lora_path": "~nobody of this name/x"}, "cannot be looked at"),
         ({"lora_name": "tiny", "lora_path": "/nowhere"}, "is the name of the model"),
         ({"lora_name": "x"}, "lora_path"),
         ({"lora_name": "", "lora_path": "/nowhere"}, "lora_name"),
@@ -123,7 +125,8 @@ def test_adapters_come_and_go(server: RunningServer, world: World) -> None:
 )
 def test_what_cannot_be_loaded_is_a_400(server: RunningServer, body: dict[str, Any], words: str) -> None:
     status, _, answer = server.request("POST", "/v1/load_lora_adapter", body)
-    assert status == 400 and words in json.loads(answer)["error"]["message"]
+    found = json.loads(answer)["error"]
+    assert status == 400 and words in found["message"] and found["param"] in body.keys() | {"lora_path"}
     assert [m["id"] for m in json.loads(server.request("GET", "/v1/models")[2])["data"]] == ["tiny", "first"]
 
 

@@ -336,6 +336,17 @@ def test_cuda_where_there_is_none() -> None:
         refused("cuda", model="M", device="cuda")
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody of this name/model", "a\0b"])
+def test_paths_that_nobody_can_look_at(name: str) -> None:
+    refused("model: ", "cannot be looked at", model=name)
+    refused(
+        "speculative_config.model: ",
+        "cannot be looked at",
+        model="M",
+        speculative_config={"method": "draft_model", "model": name, "num_speculative_tokens": 2},
+    )
+
+
 def test_config_checks_itself() -> None:
     with pytest.raises(ConfigError, match="block_size"):
         EngineConfig(model="M", block_size=0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -250,18 +251,25 @@ def test_folder_that_is_no_model(tmp_path: Path) -> None:
     fails(lambda: load(tmp_path), "JSON object")
 
 
+def denied() -> NoReturn:
+    raise PermissionError(13, "Permission denied")
+
+
 def test_paths_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails(lambda: load(tmp_path / "nowhere"), "does not exist")
     fails(lambda: resolve_path("./nowhere"), "does not exist")
     with (
         monkeypatch.context() as patched
     ):  # permissions do not bind root, so a file that cannot be opened is pretended
-        patched.setattr(
-            Path, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
-        )
+        patched.setattr(Path, "open", lambda *_: denied())
         (tmp_path / "secret").touch()
         fails(lambda: resolve_path(tmp_path / "secret"), "secret cannot be read: Permission denied")
+    with monkeypatch.context() as patched:  # nor may one look into a folder of others
+        patched.setattr(os, "stat", lambda *_, **__: denied())
+        fails(lambda: resolve_path(tmp_path / "others"), "others' cannot be looked at: Permission denied")
     fails(lambda: resolve_path(""), "empty")
+    fails(lambda: resolve_path(tmp_path / ("x" * 300)), "cannot be looked at: File name too long")
+    fails(lambda: resolve_path("~nobody of this name/model"), "cannot be looked at")
     file = tmp_path / "a.safetensors"
     file.write_bytes(b"")
     fails(lambda: load(file), "is a file")

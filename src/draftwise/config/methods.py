@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from draftwise.config.registry import available_methods, canonical_name, method_class
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, shown
 from draftwise.names import MODELLESS_METHODS
 
 _MARKERS = (
@@ -110,6 +112,23 @@ def method_of(config: Mapping[str, Any]) -> str:
     return "draft_model"
 
 
+def local_path(model: str, field: str) -> Path:
+    """Where a model would be on this machine; it need not be there.
+
+    Raises:
+        ConfigError: nobody can say whether it is: this user may not look into a folder above it, there is no such
+            user as in ``~user/model``, or the name is longer than any can be; ``field`` names the setting.
+    """
+    try:
+        path = Path(model).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path / "config.json")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{field}: {shown(model)} cannot be looked at: {reason}") from None
+    return path
+
+
 def read_config(
     model: str, revision: str | None, field: str = "speculative_config.model"
 ) -> Mapping[str, Any] | None:
@@ -118,9 +137,10 @@ def read_config(
     Raises:
         ConfigError: it is there and cannot be read; ``field`` names the setting that led to it.
     """
-    path = Path(model).expanduser() / "config.json"
+    folder = local_path(model, field)
+    path = folder / "config.json"
     if not path.is_file():
-        if Path(model).expanduser().exists():
+        if folder.exists():
             return None
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError

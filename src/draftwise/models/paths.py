@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftwise.errors import ModelLoadError
+from draftwise.config.methods import local_path
+from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.models.gguf.reader import find_gguf, is_gguf
 
 
@@ -32,7 +33,10 @@ def resolve_path(
     text = str(path)
     if not text.strip():
         raise ModelLoadError("the model's path is empty")
-    folder = Path(path).expanduser()
+    try:
+        folder = local_path(text, "model")
+    except ConfigError as error:
+        raise ModelLoadError(str(error)) from None
     if folder.is_dir():
         if revision is not None:
             raise ModelLoadError(f"revision {revision!r} was given, but {folder} is a local folder")

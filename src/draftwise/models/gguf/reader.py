@@ -211,11 +211,15 @@ def find_gguf(folder: Path) -> Path | None:
     """The GGUF file of a folder that has no config.json; None: it has none.
 
     Raises:
-        ModelLoadError: it has several; names them.
+        ModelLoadError: it has several; names them. Or it cannot be read.
     """
     if (folder / "config.json").is_file():
         return None
-    files = sorted(name for name in os.listdir(folder) if name.lower().endswith(".gguf"))
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise ModelLoadError(f"{folder} cannot be read: {error.strerror}") from None
+    files = sorted(name for name in names if name.lower().endswith(".gguf"))
     if len(files) > 1:
         raise ModelLoadError(f"{folder} has several GGUF files; name one: {', '.join(files[:8])}")
     return folder / files[0] if files else None
