@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jinja2
 import pytest
 
 from draftwise.config.limits import RequestLimits
@@ -21,9 +22,19 @@ class Tokenizer:
         return list(text.encode())
 
 
-def render(content: list[Any]) -> dict[str, Any]:
+class Templates(Tokenizer):
+    """Renders the template that it has."""
+
+    def __init__(self, template: str) -> None:
+        self.chat_template = template
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(self.chat_template).render()
+
+
+def render(content: list[Any], tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     return chat_prompt(
-        Tokenizer(), [{"role": "user", "content": content}], limits=RequestLimits(), max_model_len=100,
+        tokenizer or Tokenizer(), [{"role": "user", "content": content}], limits=RequestLimits(), max_model_len=100,
         chat_template=None, add_generation_prompt=True, tools=None,
     )  # fmt: skip
 
@@ -52,3 +63,12 @@ def test_a_part_without_text_is_an_error(part: Any) -> None:
 def test_what_is_not_text_is_an_error(part: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"content of type {part['type']!r} is not supported, only text"):
         render([{"type": "text", "text": "what is this?"}, part])
+
+
+def test_a_broken_template_is_not_the_messages_fault() -> None:
+    with pytest.raises(
+        RequestError, match=r"the chat template is not valid Jinja \(line 2\): unexpected end"
+    ):
+        render(["x"], Templates("{# a comment #}\n{{ broken"))
+    with pytest.raises(RequestError, match="the chat template refused the messages: 'x' is undefined"):
+        render(["x"], Templates("{{ x }}"))

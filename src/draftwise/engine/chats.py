@@ -83,6 +83,8 @@ def chat_prompt(
             tokenize=False,
             **(template_options or {}),
         )
+    except jinja2.TemplateSyntaxError as error:  # whatever the messages are
+        raise RequestError(f"the chat template is not valid Jinja (line {error.lineno}): {error}") from None
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise RequestError(f"the chat template refused the messages: {error}") from None
     check_prompt(limits, text, max_model_len, "messages")
