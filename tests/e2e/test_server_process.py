@@ -31,7 +31,7 @@ def test_a_small_soak() -> None:
 
 
 def test_signals_and_exit_codes() -> None:
-    server = serve("--api-key", "k", "--served-model-name", "a,b")
+    server = serve("--api-key", "k", "--served-model-name", "a,b", "--access-log")
     assert server.stdout is not None
     line = server.stdout.readline()
     try:
@@ -43,8 +43,11 @@ def test_signals_and_exit_codes() -> None:
             assert [model["id"] for model in json.load(answer)["data"]] == ["a", "b"]
     finally:
         server.send_signal(signal.SIGINT)
-        _, errors = server.communicate(timeout=30)
+        more, errors = server.communicate(timeout=30)
     assert server.returncode == 130, errors
+    assert (
+        more == "" and '"GET /v1/models HTTP/1.1" 200' in errors
+    )  # stdout has the one line, the log the others
 
 
 def test_what_cannot_be_served() -> None:

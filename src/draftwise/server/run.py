@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import ctypes
 import functools
 import gc
@@ -19,9 +20,11 @@ import ssl
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
 
 from draftwise.metrics import statistics_line
 from draftwise.server.config import ServerConfig
@@ -69,6 +72,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> Server:
             host=config.host,
             port=config.port,
             log_level=config.log_level,
+            log_config=_log_config(),
             access_log=config.access_log,
             http=wire_protocol(config),
             ws="none",
@@ -82,6 +86,14 @@ def make_server(app: FastAPI, config: ServerConfig) -> Server:
         ),
         app.state.context,
     )
+
+
+def _log_config() -> dict[str, Any]:
+    """Uvicorn's, whose access log goes to stdout. There the only line is that of `_announce`: who has read it may never
+    read again, and a full pipe would stop the server."""
+    config = copy.deepcopy(LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return config
 
 
 async def serve(
