@@ -135,6 +135,23 @@ def test_slow_clients(server: RunningServer) -> None:
         assert one(say(server, part)) == (408, "body_timeout")
 
 
+def test_a_body_that_does_not_come_whole_does_not_hold_up_the_end(scripted: Scripted) -> None:
+    """The server would wait for it as for a request that runs: 30 seconds, as long as many supervisors wait."""
+    with RunningServer(scripted("a")) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+            connection.sendall(GOOD + head_of("Content-Length: 100") + b'{"pro')
+            connection.settimeout(10)
+            got = b""
+            while b"cmpl-" not in got:  # the first one is answered, and the second has begun
+                got += connection.recv(65536)
+            server.stop()
+            while piece := connection.recv(65536):
+                got += piece
+        server.join()  # within 20 seconds
+        (status, _), (refused, body) = answers(got)
+    assert (status, refused, body["error"]["code"], server.exit_code) == (200, 503, "shutting_down", 0)
+
+
 def test_a_body_that_comes_in_bytes_has_one_limit_for_all_of_them(server: RunningServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
         connection.sendall(head_of("Content-Length: 1000"))

@@ -64,6 +64,13 @@ class Wire(HttpToolsProtocol):
             self._running.message_event.set()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """The server ends. A request that has not come whole is none that runs: once whole, it would be refused."""
+        super().shutdown()
+        if self._part == _BODY and not self._deaf and not self.transport.is_closing():
+            self._refuse(503, "the server is shutting down", "shutting_down")
+            self._answer(cast(APIError, self._refusal))
+
     # --------------------------------------------------------------------------------------------- receiving
 
     def data_received(self, data: bytes) -> None:
