@@ -229,3 +229,24 @@ def test_prompt_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"ok \xff")
     with pytest.raises(UsageError, match="UTF-8"):
         read_prompts([], [str(tmp_path / "a.txt")])
+
+
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
+    """U+2028 and others may stand in a JSON string as they are; str.splitlines would cut there."""
+    from draftwise.bench.prompt_files import read_prompt_file
+    from draftwise.cli.profile import _read_prompts
+    from draftwise.plan.traces import read_trace
+
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "x\u2028y\x85z"}\n', encoding="utf-8")
+    assert _read_prompts(file) == ["x\u2028y\x85z"]
+    file.write_text('{"time": 0, "isl": 1, "osl": 1, "kind": "x\u2028y"}\r\n', encoding="utf-8")
+    assert read_trace(file).kinds == ["x\u2028y"]
+
+    class Letters:
+        def encode(self, text: str, **_: object) -> list[int]:
+            return [ord(letter) for letter in text]
+
+    file.write_text('{"prompt": "x\u2028y"}\n' * 2, encoding="utf-8")
+    (workload,), left_out = read_prompt_file(file, Letters(), 99)
+    assert workload.prompts == ((ord("x"), 0x2028, ord("y")),) * 2 and left_out == 0

@@ -267,9 +267,16 @@ def test_text_files(tmp_path: Path) -> None:
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     ]
     file = tmp_path / "all.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    # A line of JSON may hold separators of lines that are not "\n", as they are.
+    written = [json.dumps(line) for line in lines] + ['{"text": "a\u2028b\x85c"}']
+    file.write_text("\n".join(written) + "\n", encoding="utf-8")
     found = list(read_documents([file]))
-    assert [d.parts for d in found] == [(("plain", True),), (("ask", False), ("answer", True)), ()]
+    assert [d.parts for d in found] == [
+        (("plain", True),),
+        (("ask", False), ("answer", True)),
+        (),
+        (("a\u2028b\x85c", True),),
+    ]
     assert [m["role"] for m in found[2].messages] == ["user", "assistant"]
     for name, content, says in (
         ("a.jsonl", '{"text": "x"}\n{"texts": 1}\n', "a.jsonl:2"),

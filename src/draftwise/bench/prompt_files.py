@@ -32,7 +32,7 @@ def read_prompt_file(
     found: dict[str, list[tuple[int, ...]]] = {}
     left_out = 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path}: {error}") from None
     if len(lines) > _MOST:

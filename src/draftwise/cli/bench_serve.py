@@ -204,7 +204,7 @@ def _heads(args: argparse.Namespace, model: str, sla: dict[str, float]) -> list[
 def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts_file is not None:
         try:
-            lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
+            lines = Path(args.prompts_file).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--prompts-file {args.prompts_file}: {error}") from None
         prompts = [line for line in lines if line.strip()]

@@ -217,7 +217,7 @@ def _bar(stack: ExitStack, text: str, total: int) -> Callable[[str], None]:
 def _read_prompts(path: Path) -> list[str]:
     """Texts of a file: JSONL with ``prompt`` (or ``text``), or one per line."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts: {path} cannot be read: {error}") from None
     if not lines:

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         )
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--input-file {args.input_file}: {error}") from None
-    lines = [line for line in source.splitlines() if line.strip()]
+    lines = [line for line in source.split("\n") if line.strip()]
     if not lines:
         raise UsageError(f"--input-file {args.input_file}: no request in it")
     try:

@@ -131,7 +131,7 @@ def read_trace(path: str | Path) -> Trace:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace: {path} cannot be read: {error}") from None
-    lines = text.splitlines()
+    lines = text.split("\n")
     first = next((line for line in lines if line.strip()), "")
     if not first:
         raise ConfigError(f"trace: {path} is empty")

@@ -52,7 +52,7 @@ def read_documents(files: Sequence[Path]) -> Iterator[Document]:
         if not text.strip():
             raise ConfigError(f"--data {file}: the file is empty")
         if file.suffix == ".jsonl":
-            for number, line in enumerate(text.splitlines(), 1):
+            for number, line in enumerate(text.split("\n"), 1):
                 if line.strip():
                     yield _from_object(_parse(line, f"{file}:{number}"), f"{file}:{number}")
         elif file.suffix == ".json":
