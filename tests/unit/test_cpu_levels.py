@@ -94,6 +94,35 @@ def test_measured_here(cache: Path) -> None:
         library.use_isa(before)
 
 
+def test_without_a_place_to_keep_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder that cannot be, a file system that is read only, a user without a home."""
+    library = native_or_skip()
+    before = library.isa
+    monkeypatch.setattr(levels, "choose_level", lambda *_: Level(Isa.PORTABLE, "for a test"))
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    try:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/there/is/none")
+        assert settle_level(library).reason == "for a test"
+        settle_level.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(cache.parent.parent))
+            for call in ("mkdir", "write_text", "unlink"):
+                patch.setattr(Path, call, refused)
+            assert settle_level(library).reason == "for a test"
+        settle_level.cache_clear()
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", homeless)
+        assert settle_level(library).reason == "for a test"
+    finally:
+        library.use_isa(before)
+
+
 def test_tiles_are_looked_at_in_linear_layers_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """With computed tiles; then with ones that go wrong, which nothing else may hide."""
     library = native_or_skip()

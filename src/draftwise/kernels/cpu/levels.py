@@ -10,6 +10,7 @@ Two things are looked at, and what came of them is kept per processor and build 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -78,14 +79,16 @@ def settle_level(library: NativeLibrary) -> Level:
     forced = os.environ.get(ISA_VARIABLE)
     if forced:
         return Level(library.isa, f"{ISA_VARIABLE}={forced}")
-    path = _cache_folder() / "levels.json"
+    folder = _cache_folder()
+    path = None if folder is None else folder / "levels.json"
     key = f"{model().name}, {source_id()}"
-    known = _read(path)
+    known = {} if path is None else _read(path)
     if key in known and known[key][0] in {isa.name for isa in library.isas}:
         level = Level(Isa[known[key][0]], known[key][1])
     else:
         level = choose_level(library.isas, _looks(library))
-        _write(path, {**known, key: [level.isa.name, level.reason]})
+        if path is not None:
+            _write(path, {**known, key: [level.isa.name, level.reason]})
     library.use_isa(level.isa)
     return level
 
@@ -176,8 +179,12 @@ def _speeds(library: NativeLibrary) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------------------ what is kept
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "draftwise")
+def _cache_folder() -> Path | None:
+    """None: there is no home (a container's user that no file names)."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "draftwise")
+    except RuntimeError:
+        return None
 
 
 def _read(path: Path) -> dict[str, list[str]]:
@@ -199,4 +206,5 @@ def _write(path: Path, known: dict[str, list[str]]) -> None:
         partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only file system refuses this, too
+            partial.unlink()
