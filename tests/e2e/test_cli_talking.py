@@ -125,3 +125,12 @@ def test_a_file_of_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert main.main(command) == 0
     for wrong in (["-i", str(tmp_path / "none"), "-o", "-"], ["-i", str(answered.parent), "-o", "-"]):
         assert main.main(["run-batch", *wrong, *SMALL]) == 2
+
+
+@pytest.mark.parametrize("command", [["complete"], ["complete", "-"]])
+def test_stdin_that_is_not_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ok \xff\n"), encoding="utf-8"))
+    assert main.main([*command, *SMALL]) == 2
+    assert "stdin: not UTF-8 text" in capsys.readouterr().err

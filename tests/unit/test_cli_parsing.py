@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -140,6 +141,10 @@ def test_unset_sampling_flags_keep_the_defaults() -> None:
         (["generate", "x", "--structured-outputs", "{}"], ["structured_outputs"]),
         (["chat", "--json"], ["--json"]),
         (["chat", "hello", "--n", "2"], ["--n"]),
+        (["chat", "hello", "--chat-template", "NO_TEXT"], ["--chat-template", "UTF-8"]),
+        (["tokenize", "x", "--add-special-tokens=maybe"], ["--add-special-tokens", "maybe"]),
+        (["tokenize", "x", "--trust-remote-code=yes"], ["--trust-remote-code", "yes"]),
+        (["demo", "--rounds", "-1"], ["--rounds"]),
         (["bench"], ["KIND"]),
         (["bench", "latncy"], ["latncy"]),
         (["bench", "latency", "--rounds", "0"], ["--rounds"]),
@@ -148,9 +153,10 @@ def test_unset_sampling_flags_keep_the_defaults() -> None:
     ],
 )
 def test_bad_usage_is_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], words: list[str]
 ) -> None:
-    line = failing(capsys, *arguments)
+    (tmp_path / "no-text").write_bytes(b"\xff")
+    line = failing(capsys, *(str(tmp_path / "no-text") if a == "NO_TEXT" else a for a in arguments))
     for word in words:
         assert word in line
 
@@ -250,3 +256,34 @@ def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
     file.write_text('{"prompt": "x\u2028y"}\n' * 2, encoding="utf-8")
     (workload,), left_out = read_prompt_file(file, Letters(), 99)
     assert workload.prompts == ((ord("x"), 0x2028, ord("y")),) * 2 and left_out == 0
+
+
+@pytest.mark.parametrize("command", [["tokenize", "-"], ["run-batch", "-i", "-", "-o", "-"]])
+def test_stdin_that_is_not_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ok \xff"), encoding="utf-8"))
+    assert "stdin: not UTF-8 text" in failing(capsys, *command)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), OSError(20, "Not a directory", "a/b")]
+)
+def test_what_the_system_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError
+) -> None:
+    monkeypatch.setattr(generate, "run", raising(error))
+    assert main.main(["generate", "x"]) == 1
+    name = f"{error.filename}: " if error.filename else ""
+    assert capsys.readouterr().err == f"draftwise: {name}{error.strerror}\n"
+
+
+def test_closed_streams() -> None:
+    """Python has None in place of streams that were closed before it began."""
+    code = "import sys; sys.stdin = sys.stdout = sys.stderr = None\n"
+    code += "from draftwise.cli.main import main; code = main(sys.argv[1:]); import os; os._exit(code)"
+    for command, expected in ((["completions", "bash"], 0), (["tokenize", "-"], 0), (["genrate"], 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout + done.stderr) == (expected, "")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.conversation import Conversation, add_quick, banner, one_text
 from draftwise.cli.errors import UsageError
+from draftwise.cli.inputs import decode
 from draftwise.cli.options import (
     ENGINE_BOOLEANS,
     SAMPLING_BOOLEANS,
@@ -81,7 +82,7 @@ def _template(given: str | None) -> str | None:
     if given is None or "{" in given:
         return given
     try:
-        with open(given, encoding="utf-8") as file:
-            return file.read()
+        with open(given, "rb") as file:
+            return decode(file.read(), f"--chat-template {given}")
     except OSError as error:
         raise UsageError(f"--chat-template {given}: {error.strerror}") from None

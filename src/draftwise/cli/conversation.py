@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwise.cli import signals
 from draftwise.cli.errors import UsageError
+from draftwise.cli.inputs import read_stdin
 from draftwise.cli.report import note, output_as_dict, print_json, statistics_line
 from draftwise.errors import RequestError, suggest
 
@@ -89,7 +90,7 @@ class Conversation:
 
     async def answer_one(self, text: str, *, as_json: bool = False) -> None:
         """Stream the answer to one message; "-" stands for what stdin holds."""
-        content = sys.stdin.read() if text == "-" else text
+        content = read_stdin() if text == "-" else text
         self.messages.append({"role": "user", "content": content})
         await self.answer(as_json=as_json)
 
@@ -116,6 +117,12 @@ class Conversation:
     # ------------------------------------------------------------------------------------------- the parts
 
     def _read(self, terminal: bool) -> str:
+        try:
+            return self._message(terminal)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"stdin: not UTF-8 text (byte {error.start})") from None
+
+    def _message(self, terminal: bool) -> str:
         """A message: one line, or several between triple quotes or with a backslash at their ends."""
         line = input("> " if terminal else "")
         lines: list[str] = []

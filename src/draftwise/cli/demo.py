@@ -6,6 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
+from draftwise.cli.numbers import positive
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.report import print_json
 from draftwise.cli.tables import table
@@ -48,7 +49,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="what to continue (a small class)")
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="tokens to generate (96)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times each way is timed (3)")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="times each way is timed (3)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -80,7 +81,7 @@ def _generate(
 
     outputs: dict[str, RequestOutput] = {}
     seconds: dict[str, float] = {}
-    for turn in range(max(1, args.rounds) + 1):
+    for turn in range(args.rounds + 1):
         for method in methods:
             params = SamplingParams(
                 temperature=0,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.errors import UsageError
+from draftwise.cli.inputs import decode, read_stdin
 from draftwise.cli.options import (
     ENGINE_BOOLEANS,
     SAMPLING_BOOLEANS,
@@ -87,8 +87,7 @@ def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[Any]:
     prompts: list[Any] = []
     for text in texts:
         if text == "-":
-            data = sys.stdin.buffer.read()
-            prompts.append(_decode(data, "stdin"))
+            prompts.append(read_stdin())
         else:
             prompts.append(text)
     for name in files:
@@ -96,19 +95,12 @@ def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[Any]:
             data = Path(name).read_bytes()
         except OSError as error:
             raise UsageError(f"--file {name}: {error.strerror}") from None
-        text = _decode(data, name)
+        text = decode(data, name)
         if name.endswith(".jsonl"):
             prompts.extend(_json_lines(text, name))
         else:
             prompts.append(text)
     return prompts
-
-
-def _decode(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name}: not UTF-8 text (byte {error.start})") from None
 
 
 def _json_lines(text: str, name: str) -> list[Any]:

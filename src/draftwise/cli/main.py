@@ -105,13 +105,15 @@ def normalise(arguments: Sequence[str], booleans: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started the process (2>&-)
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (until the end)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? and does not fail
     try:
         code = _told(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         # The reader went away (| head). Point the streams elsewhere: the interpreter flushes them at exit.
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -119,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or no file
                 os.dup2(nowhere, stream.fileno())
         return 1
+    except OSError as error:  # a full disk, a folder that cannot be written
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error, 1)
     return code
 
 

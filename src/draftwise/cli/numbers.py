@@ -1,4 +1,4 @@
-"""Numbers as flags of commands take them."""
+"""Numbers and switches as flags of commands take them."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ def temperature(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r}")
     return value
+
+
+def boolean(text: str) -> bool:
+    """true or false, also 1 or 0."""
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text.lower() in ("true", "1")

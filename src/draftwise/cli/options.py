@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.errors import UsageError
+from draftwise.cli.numbers import boolean as boolean_flag
 from draftwise.config import ENGINE_OPTIONS, EngineConfig
 from draftwise.config.coerce import boolean
 from draftwise.config.foreign import HARMLESS
@@ -107,12 +108,6 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-    return text.lower() in ("true", "1")
-
-
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int = 128) -> None:
     """One flag per field of `SamplingParams` that makes sense on a command line."""
     group = parser.add_argument_group("sampling")
@@ -133,8 +128,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int = 1
     add("n", int, "samples per prompt (1)")
     add("stop", str, "stop before this text; may be repeated", action="append", metavar="TEXT")
     add("stop_token_ids", _ints, "stop at these tokens: 1,2,3")
-    add("ignore_eos", _boolean, "go on after the end-of-sequence token", metavar="BOOL")
-    add("include_stop_str_in_output", _boolean, "keep the stop text", metavar="BOOL")
+    add("ignore_eos", boolean_flag, "go on after the end-of-sequence token", metavar="BOOL")
+    add("include_stop_str_in_output", boolean_flag, "keep the stop text", metavar="BOOL")
     add("presence_penalty", float, "subtracted from tokens in the output (0)")
     add("frequency_penalty", float, "subtracted per occurrence in the output (0)")
     add("repetition_penalty", float, "divides logits of tokens seen in prompt or output (1)")
@@ -143,8 +138,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int = 1
     add("allowed_token_ids", _ints, "only these tokens: 1,2,3")
     add("logprobs", int, "log-probabilities of this many alternatives per token (with --json)", metavar="N")
     add("prompt_logprobs", int, "the same for the prompt's tokens (with --json)", metavar="N")
-    add("skip_special_tokens", _boolean, "leave special tokens out of the text (true)", metavar="BOOL")
-    add("detokenize", _boolean, "make text of the tokens (true)", metavar="BOOL")
+    add("skip_special_tokens", boolean_flag, "leave special tokens out of the text (true)", metavar="BOOL")
+    add("detokenize", boolean_flag, "make text of the tokens (true)", metavar="BOOL")
     add(
         "structured_outputs",
         _object,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from draftwise.cli.errors import UsageError
+from draftwise.cli.inputs import read_stdin
 from draftwise.cli.numbers import positive
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
 from draftwise.cli.report import note, progress
@@ -54,9 +55,8 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out ``draftwise run-batch``. Code 1 if a request failed."""
     try:
-        source = (
-            sys.stdin.read() if args.input_file == "-" else Path(args.input_file).read_text(encoding="utf-8")
-        )
+        path = args.input_file
+        source = read_stdin() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--input-file {args.input_file}: {error}") from None
     lines = [line for line in source.split("\n") if line.strip()]

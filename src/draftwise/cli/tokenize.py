@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.errors import UsageError
+from draftwise.cli.inputs import read_stdin
+from draftwise.cli.numbers import boolean
 from draftwise.cli.report import print_json
 
 if TYPE_CHECKING:
@@ -29,9 +30,15 @@ def add_parser(subparsers: Subparsers) -> None:
         "--model", "-m", metavar="MODEL", help="folder, GGUF file or hub id (the embedded model)"
     )
     parser.add_argument("--revision", metavar="REVISION", help="revision on the hub")
-    parser.add_argument("--trust-remote-code", metavar="BOOL", help="run a tokenizer's own code")
     parser.add_argument(
-        "--add-special-tokens", metavar="BOOL", default="true", help="as a prompt has them (true)"
+        "--trust-remote-code", type=boolean, default=False, metavar="BOOL", help="run a tokenizer's own code"
+    )
+    parser.add_argument(
+        "--add-special-tokens",
+        type=boolean,
+        default=True,
+        metavar="BOOL",
+        help="as a prompt has them (true)",
     )
     parser.add_argument("--json", action="store_true", help="a JSON object per text on stdout")
     parser.set_defaults(run=run)
@@ -46,15 +53,13 @@ def run(args: argparse.Namespace) -> int:
     from draftwise.models.tokenizer import load_tokenizer
 
     model = args.model if args.model is not None else str(embedded_path("target"))
-    tokenizer = load_tokenizer(
-        model, revision=args.revision, trust_remote_code=args.trust_remote_code == "true"
-    )
+    tokenizer = load_tokenizer(model, revision=args.revision, trust_remote_code=args.trust_remote_code)
     if args.decode is not None:
         _decode(tokenizer, args.decode, as_json=args.json)
         return 0
     for text in args.texts:
-        text = sys.stdin.read() if text == "-" else text
-        ids = encode_text(tokenizer, text, "tokenize", args.add_special_tokens == "true")
+        text = read_stdin() if text == "-" else text
+        ids = encode_text(tokenizer, text, "tokenize", args.add_special_tokens)
         if args.json:
             print_json({"text": text, "token_ids": ids, "count": len(ids)})
             continue
