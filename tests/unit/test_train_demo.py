@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from draftwise.cli import main
 from draftwise.train import demo
 from draftwise.train.acceptance import measure_acceptance
 from draftwise.train.demo_args import options_from
@@ -125,6 +126,37 @@ def test_steps_and_budget_become_schedules(tmp_path: Path) -> None:
     recipe, options = options_from(parser.parse_args(["--out", str(tmp_path), "--budget-minutes", "10"]))
     assert recipe.joint.steps == 0
     assert options.joint_minutes + options.distil_minutes < 10
+
+
+@pytest.mark.parametrize("command", ["demo", "demo-heads"])
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--steps", "-1"], "--steps"),
+        (["--budget-minutes", "nan"], "--budget-minutes"),
+        (["--seed", "-1"], "--seed"),
+        (["--threads", "-2"], "--threads"),
+        (["--root", "/nowhere"], "--root /nowhere"),
+        (["--out", "/dev/null/out"], "--out /dev/null/out"),
+        (["--work", "/dev/null/work"], "--work /dev/null/work"),
+    ],
+)
+def test_bad_options_are_named(
+    command: str, more: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["train", command, "--out", str(tmp_path / "out"), *more]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"recipe": {}}', '{"recipe": {"target": 1}}'])
+def test_a_recipe_that_is_none(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "recipe.json").write_text(content)
+    asked = ["train", "demo", "--out", str(tmp_path / "out"), "--recipe", str(tmp_path / "recipe.json")]
+    assert main.main(asked) == 2
+    assert "--recipe" in capsys.readouterr().err
 
 
 def test_exported_logits_equal_transformers(tmp_path: Path, library: Path) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from draftwise import LLM, SamplingParams
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, DraftwiseError
 from draftwise.train.demo_data import train_tokenizer
 from draftwise.train.demo_export import export_model
 from draftwise.train.demo_model import DemoLlama
@@ -148,10 +148,26 @@ def test_an_interrupted_run_ends_in_the_same_bits(
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    for more, says in (
+        ({"steps": 5}, "steps 4, not 5"),
+        ({"steps": 0, "budget_minutes": 1.0}, "budget-minutes 0.0, not 1.0"),
+        ({"muon_lr": 0.1}, "muon-lr 0.02, not 0.1"),
+        ({"seed": 3, "stride": 2}, "seed 0, not 3; stride 1, not 2"),
+        ({"batch_size": 1}, "texts per step 2, not 1"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            train_head(replace(again, resume=True, **more), quietly())  # type: ignore[arg-type]
+    train_head(replace(again, resume=True, batch_size=1, accumulate=2), quietly())
     other = tmp_path / "other.txt"
     other.write_text(TEXT[200:], encoding="utf-8")
     with pytest.raises(ConfigError, match="data"):
         train_head(replace(again, resume=True, data=(other,)), quietly())
+
+
+def test_a_run_that_came_apart_is_no_head(target: Path, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(DraftwiseError, match="muon-lr"):
+        train_head(options("mtp", target, text, tmp_path / "out", muon_lr=1e30, adam_lr=1e30), quietly())
+    assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_a_memorised_text_is_accepted(target: Path, tmp_path: Path) -> None:
@@ -251,6 +267,18 @@ def test_a_bad_shard_is_named(what: str, says: str, target: Path, tmp_path: Path
         ({"heldout_share": 1.0}, "--heldout-share"),
         ({"feature_layers": (1, 9)}, "--feature-layers"),
         ({"data": (Path("nowhere.txt"),)}, "nowhere.txt"),
+        ({"steps": 0, "budget_minutes": -3.0}, "--budget-minutes"),
+        ({"steps": 0, "budget_minutes": float("nan")}, "--budget-minutes"),
+        ({"muon_lr": float("nan")}, "--muon-lr"),
+        ({"weight_decay": -1.0}, "--weight-decay"),
+        ({"seed": -1}, "--seed"),
+        ({"threads": -1}, "--threads"),
+        ({"own_text": -4}, "--own-text"),
+        ({"intermediate_size": -5}, "--intermediate-size"),
+        ({"hidden_size": -64}, "--hidden-size"),
+        ({"out": Path(__file__)}, "--out"),
+        ({"out": Path(__file__, "below")}, "--out"),
+        ({"work": Path("/dev/null/work")}, "--work"),
     ],
 )
 def test_bad_options_are_named(

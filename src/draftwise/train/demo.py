@@ -34,6 +34,7 @@ from .demo_data import Corpus, build_corpus, heldout_prompts, read_source, stdli
 from .demo_export import export_model
 from .demo_recipe import DemoRecipe, RunOptions, TrainState, recipe_to_json
 from .demo_trainer import Trainer
+from .folders import make_folder
 from .progress import RunBar
 
 if TYPE_CHECKING:
@@ -178,10 +179,12 @@ def export(trainer: Trainer, tokenizer: Tokenizer, out: Path, record: dict[str, 
 def run(args: argparse.Namespace) -> int:
     """Carry out `draftwise train demo`."""
     console = Console(file=sys.stdout)
+    recipe, options = options_from(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     keep_freed_memory()
-    recipe, options = options_from(args)
+    make_folder(args.out, "--out")
+    make_folder(options.work, "--work")
     trainer, tokenizer = train(recipe, options, console)
     measured = measure(trainer, tokenizer)
     export(trainer, tokenizer, args.out, provenance(trainer, measured))

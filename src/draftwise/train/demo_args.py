@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+
+from draftwise.errors import ConfigError
 
 from .demo_recipe import DemoRecipe, RunOptions, Schedule, recipe_from_json
 
@@ -51,12 +54,39 @@ def add_head_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-compile", action="store_true", help="do not compile the loss")
 
 
+def check_numbers(args: argparse.Namespace) -> None:
+    """Refuse numbers that make no sense, of `demo` and of `demo-heads`.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for name, least in (("steps", 0), ("seed", 0), ("threads", 0), ("own_texts", 1)):
+        value = getattr(args, name, None)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    if not 0 < args.budget_minutes < math.inf:
+        raise ConfigError(f"--budget-minutes must be a number above 0, not {args.budget_minutes}")
+
+
+def _read_recipe(path: Path) -> DemoRecipe:
+    try:
+        return recipe_from_json(json.loads(path.read_text(encoding="utf-8"))["recipe"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"no recipe in it ({error!r})"
+        raise ConfigError(f"--recipe {path}: {why}") from None
+
+
 def options_from(args: argparse.Namespace) -> tuple[DemoRecipe, RunOptions]:
-    """Translate the command line."""
+    """Translate the command line.
+
+    Raises:
+        ConfigError: a number that makes no sense, or a file without a recipe.
+    """
+    check_numbers(args)
     recipe = DemoRecipe(seed=args.seed)
     budget = args.budget_minutes
     if args.recipe:
-        recipe = recipe_from_json(json.loads(args.recipe.read_text(encoding="utf-8"))["recipe"])
+        recipe = _read_recipe(args.recipe)
     elif args.steps:
         decay = max(1, round(recipe.decay_share * args.steps))
         distil = max(1, args.steps // 4)

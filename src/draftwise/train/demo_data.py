@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from draftwise.errors import ConfigError
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -92,6 +94,9 @@ def stdlib_files(root: Path | None = None) -> list[SourceFile]:
 
     Args:
         root: the library's folder; the running interpreter's by default.
+
+    Raises:
+        ConfigError: there is no Python file in it.
     """
     base = root or stdlib_root()
     found = []
@@ -101,6 +106,8 @@ def stdlib_files(root: Path | None = None) -> list[SourceFile]:
             continue
         kind: Literal["library", "test"] = "test" if _TEST_DIR.search(relative) else "library"
         found.append(SourceFile(path, relative, kind, is_heldout(relative)))
+    if not found:
+        raise ConfigError(f"--root {base}: there is no .py file in it to learn from")
     return sorted(found, key=lambda file: file.relative)
 
 

@@ -28,9 +28,11 @@ from draftwise.models.rope import RopeConfig
 
 from .continuations import continue_prompts
 from .demo import keep_freed_memory
+from .demo_args import check_numbers
 from .demo_data import Corpus, build_corpus, heldout_prompts, stdlib_files
 from .demo_recipe import TARGET, Schedule
 from .demo_teacher import BLOCK_LAYERS, FEATURE_LAYERS, DemoTeacher
+from .folders import make_folder
 from .heads.batch import HeadBatch, block_mask, causal_mask
 from .heads.block import BlockDrafter, BlockForm
 from .heads.build import least_used
@@ -274,10 +276,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     unknown = [name for name in names if name not in PLANS]
     if unknown:
         raise ConfigError(f"--heads: unknown head {unknown[0]!r} (known: {', '.join(PLANS)})")
-    torch.set_num_threads(args.threads)
+    check_numbers(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     keep_freed_memory()
     target = args.target or embedded_path("target")
     work = args.work or args.out / "work"
+    make_folder(args.out, "--out")
+    make_folder(work, "--work")
     data, draft_ids, mask = prepare(target, work, args.seed, args.own_texts, args.root)
     made = build_heads(data.teacher, draft_ids, mask, args.seed)
     heads = {name: head for name, head in made.items() if name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,28 @@ KINDS = {
 
 BLOCK_KINDS = ("dflash", "dspark")
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
+_FROM_ZERO = (
+    "steps",
+    "unrolls",
+    "anchors",
+    "markov_rank",
+    "layers",
+    "draft_vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "own_text",
+    "threads",
+    "seed",
+)  # 0: the default
+_FROM_ONE = (
+    "batch_size",
+    "max_length",
+    "stride",
+    "heads",
+    "evaluate_every",
+    "accumulate",
+    "data_parallel_size",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +107,16 @@ class TrainOptions:
             raise ConfigError("give either --steps or --budget-minutes")
         if self.shards is not None and self.own_text:
             raise ConfigError("--own-text needs --data: shards hold the text they were extracted from")
-        chosen = (
-            "steps",
-            "unrolls",
-            "anchors",
-            "markov_rank",
-            "layers",
-            "draft_vocab_size",
-        )  # 0: the default
-        positive = ("batch_size", "max_length", "stride", "heads", "evaluate_every", "accumulate")
-        for name in (*chosen, *positive, "data_parallel_size"):
+        for name in (*_FROM_ZERO, *_FROM_ONE):
             value = getattr(self, name)
-            if value < (0 if name in chosen else 1):
+            if value < (0 if name in _FROM_ZERO else 1):
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive, not {value}")
+        for name in ("budget_minutes", "variation", "muon_lr", "adam_lr", "weight_decay"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} must be a number from 0 on, not {value}")
+        if self.mask_token < -1:
+            raise ConfigError(f"--mask-token must be the id of a token, not {self.mask_token}")
         if self.kind in BLOCK_KINDS and not 2 <= self.block_size <= min(64, self.max_length // 2):
             raise ConfigError(
                 f"--block-size must be from 2 to {min(64, self.max_length // 2)} (half of --max-length, 64 at most), "

@@ -21,6 +21,7 @@ from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError
 from draftwise.models.tokenizer import load_tokenizer
 from draftwise.train.continuations import continue_prompts
+from draftwise.train.folders import make_folder
 from draftwise.train.progress import RunBar
 
 from .args import TrainOptions
@@ -66,6 +67,9 @@ def _train(options: TrainOptions, console: Console, ranks: Ranks) -> dict[str, A
     dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
     teacher = EngineTeacher(options.target or target, (), dtype, ranks.device)
     teacher.choose_features(feature_layers(options, teacher.config.num_layers))
+    if ranks.first:
+        make_folder(options.out, "--out")
+        make_folder(options.work or options.out / "work", "--work")
     source, pieces = _source(options, teacher, ranks)
     head, made = build_head(options, teacher, pieces)
     head.to(ranks.device)

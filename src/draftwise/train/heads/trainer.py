@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import signal
 import threading
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, DraftwiseError
 from draftwise.train.demo_optim import MuonAdam
 from draftwise.train.demo_recipe import Schedule
 
@@ -23,6 +24,9 @@ from .batch import HeadBatch, chosen_rows, random_rows
 from .evaluate import evaluate_head
 from .losses import Distillation
 from .parallel import Learning, Ranks
+
+_SAME = ("seed", "stride", "weight_decay")
+"""Fields of `HeadRecipe` that a resumed run must be given as before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +211,17 @@ class HeadTrainer:
             for data, batches in self.source.heldout().items()
         }
 
+    def _evaluate(self) -> dict[str, Any]:
+        """As `evaluate`. Raises DraftwiseError if a head has come apart: nothing that follows would repair it."""
+        found = self.evaluate()
+        for name, numbers in (pair for heads in found.values() for pair in heads.items()):
+            if not math.isfinite(numbers["loss"]):
+                raise DraftwiseError(
+                    f"the loss of {name} at step {self.state.step} is {numbers['loss']}: the run came apart; smaller "
+                    "rates (--muon-lr, --adam-lr) and another --work begin anew"
+                )
+        return found
+
     @property
     def checkpoint(self) -> Path:
         """Where the run is saved."""
@@ -219,6 +234,8 @@ class HeadTrainer:
         saved = {
             "recipe": asdict(self.recipe),
             "identity": self.identity,
+            "texts": self._texts_per_step,
+            "budget_minutes": self.options.budget_minutes,
             "state": asdict(self.state),
             "heads": {name: head.state_dict() for name, head in self.heads.items()},
             "optims": {name: optim.state_dict() for name, optim in self.optims.items()},
@@ -230,7 +247,7 @@ class HeadTrainer:
         """Continue from the checkpoint, with the recipe that it was written with.
 
         Raises:
-            ConfigError: it cannot be read, or is of another run; what differs is named.
+            ConfigError: it cannot be read, is of another run, or was begun with other settings; what differs is named.
         """
         try:
             saved = torch.load(self.checkpoint, weights_only=True, map_location="cpu")
@@ -242,11 +259,42 @@ class HeadTrainer:
             raise ConfigError(
                 f"{self.checkpoint} is of another run: {', '.join(other)} differ; choose another --work"
             )
-        self.recipe = recipe_from_json(saved["recipe"])
+        self.recipe = self._same_settings(saved)
         self.state = HeadState(**saved["state"])
         for name, head in self.heads.items():
             head.load_state_dict(saved["heads"][name])
             self.optims[name].load_state_dict(saved["optims"][name])
+
+    @property
+    def _texts_per_step(self) -> int:
+        return getattr(self.source, "batch_size", 1) * self.options.accumulate * self.ranks.world
+
+    def _same_settings(self, saved: dict[str, Any]) -> HeadRecipe:
+        """The recipe of a checkpoint, after a look at whether this run was asked for the same. Steps that a budget of
+        time fixed stay; until then the budget may change."""
+        before, asked = recipe_from_json(saved["recipe"]), self.recipe
+        pairs: dict[str, tuple[Any, Any]] = {
+            name: (getattr(before, name), getattr(asked, name)) for name in _SAME
+        }
+        for head, plan in asked.plans.items():
+            old = asdict(before.plans[head]) if head in before.plans else {}
+            pairs |= {
+                name: (old.get(name), now) for name, now in asdict(plan).items() if old.get(name) != now
+            }
+        if before.schedule.steps:
+            pairs["steps"] = before.schedule.steps, asked.schedule.steps or before.schedule.steps
+        budget = saved.get("budget_minutes", self.options.budget_minutes)
+        if before.schedule.steps or not (budget and self.options.budget_minutes):
+            pairs["budget_minutes"] = budget, self.options.budget_minutes
+        pairs["texts per step"] = saved.get("texts", self._texts_per_step), self._texts_per_step
+        told = [
+            f"{name.replace('_', '-')} {was}, not {now}" for name, (was, now) in pairs.items() if was != now
+        ]
+        if told:
+            raise ConfigError(
+                f"{self.checkpoint} was begun with {'; '.join(told)}: give what it was begun with, or another --work"
+            )
+        return before
 
     def run(self, report: Callable[[HeadTrainer, dict[str, Tensor]], None]) -> bool:
         """Train to the end; returns False if `stop_after` stopped it first.
@@ -266,7 +314,7 @@ class HeadTrainer:
                 if ranks.first:
                     if state.step % self.options.evaluate_every == 0 or state.step == steps:
                         point = {"step": state.step, "tokens": state.tokens}
-                        state.history.append(point | self.evaluate())
+                        state.history.append(point | self._evaluate())
                     report(self, seen)
                 now = time.monotonic()
                 state.seconds += ranks.first_says(now - clock)  # all go by one clock
