@@ -330,6 +330,18 @@ class _Words:
         return shown + (" <assistant>" if add_generation_prompt else "")
 
 
+class _Pairs:
+    """A tokenizer of letters, of which ":\n" is one token; its template adds nothing."""
+
+    chat_template = "yes"
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text.replace(":\n", "_")]}
+
+    def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
+        return "".join(m["content"] for m in messages)
+
+
 def test_answers_count_and_questions_do_not() -> None:
     words = _Words()
     tokens = tokenize(Document((("a b", False), ("c", True)), "x"), words)
@@ -341,6 +353,11 @@ def test_answers_count_and_questions_do_not() -> None:
     tokens = tokenize(Document((), "x", chat), words)
     # <user> q r </> <assistant> | s </> | <user> t </> <assistant> | u v </>
     assert tokens.counted == [False] * 5 + [True] * 2 + [False] * 4 + [True] * 3
+    pairs = _Pairs()  # "a:" and "\nb" are two tokens, and three where they touch: "a", ":\n", "b"
+    chat = ({"role": "user", "content": "a:"}, {"role": "assistant", "content": "\nb"})
+    tokens = tokenize(Document((), "x", (*chat, *chat)), pairs)
+    assert tokens.ids == [*map(ord, "a:"), *map(ord, "\nba:"), *map(ord, "\nb")]
+    assert tokens.counted == [False, False, True, True, False, False, True, True]
     words.chat_template = ""
     with pytest.raises(ConfigError, match="chat template"):
         tokenize(Document((), "x", chat), words)

@@ -229,6 +229,10 @@ def prepare(
         prompts = [
             p.token_ids for p in heldout_prompts(tokenizer, HELDOUT_TEXTS, OWN_PROMPT, seed=5, root=root)
         ]
+        if not prompts:
+            raise ConfigError(
+                "--root: there is no held-out file to measure on, with a definition long enough"
+            )
         rows = continue_prompts(target, prompts, 2 * OWN_PROMPT, temperatures=(0.0,), seed=seed)
         np.save(measured, np.array(rows, dtype=np.uint16))
     data = DemoHeadData(corpus, np.load(learned), np.load(measured), DemoTeacher(target))

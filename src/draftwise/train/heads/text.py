@@ -130,6 +130,7 @@ def _tokenize_chat(document: Document, tokenizer: Any) -> Tokens:
         )
     ids: list[int] = []
     counted: list[bool] = []
+    before = ""
     messages = [dict(m) for m in document.messages]
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -139,6 +140,11 @@ def _tokenize_chat(document: Document, tokenizer: Any) -> Tokens:
                 messages[:end], tokenize=False, add_generation_prompt=not counts
             )
             now = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            if now[: len(ids)] != ids and text.startswith(before):
+                # A token reaches over the boundary, as where an answer's line end joins the question's last sign. An
+                # engine reads the question alone, and so do we.
+                now = ids + list(tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"])
+            before = text
             if now[: len(ids)] != ids:
                 # a template that drops earlier reasoning, say: what came before cannot be continued
                 if not counts:
