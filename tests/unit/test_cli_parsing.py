@@ -126,6 +126,8 @@ def test_unset_sampling_flags_keep_the_defaults() -> None:
         (["genrate"], ["genrate", "generate"]),
         (["generate"], ["no prompt"]),
         (["generate", "x", "--max-token", "3"], ["--max-token", "did you mean '--max-tokens'"]),
+        (["bench", "throughput", "--prompts", "3"], ["--prompts", "see draftwise bench throughput --help"]),
+        (["bench", "latency", "--promts", "3"], ["did you mean '--prompts'"]),
         (["generate", "x", "--max-tokens", "many"], ["--max-tokens", "many"]),
         (["generate", "x", "--max-tokens", "0"], ["max_tokens"]),
         (["generate", "x", "--temperature", "-1"], ["temperature"]),

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from draftwise.cli.main import COMMANDS, _help_of, build_parser, module_of, normalise
+from draftwise.cli.help import help_text, innermost
+from draftwise.cli.main import COMMANDS, build_parser, module_of, normalise
 from draftwise.config.engine import ENGINE_OPTIONS
 from draftwise.config.foreign import FOREIGN, HARMLESS
 from draftwise.config.resolve import ALIASES, OLD_SPECULATIVE
@@ -77,7 +78,9 @@ def test_commands_of_every_page_parse(name: str) -> None:
             module = module_of(command)
             parser = build_parser(command)
             if part.rstrip().endswith("..."):  # shortened on the page: what it shows has to exist
-                assert {w for w in rest if w.startswith("--")} <= set(_help_of(parser, command).split())
+                assert {w for w in rest if w.startswith("--")} <= set(
+                    help_text(innermost(parser, rest), "all").split()
+                )
                 continue
             parser.parse_args(normalise(rest, getattr(module, "BOOLEANS", ())))
 

@@ -136,6 +136,12 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(**options) as llm:
         methods = _methods(llm, args.methods)
+        length = args.prompt_tokens + args.output_tokens
+        if length > llm.max_model_len and not isinstance(getattr(args, "prompts", None), Path):
+            raise UsageError(
+                f"--prompt-tokens and --output-tokens: together {length}, but the model's context has "
+                f"{llm.max_model_len} tokens"
+            )
         rows, drawn = args.measure(args, llm, methods)
         config = llm.config
         if args.json:

@@ -168,10 +168,11 @@ def _run(arguments: list[str]) -> int:
     booleans: Sequence[str] = getattr(module, "BOOLEANS", ())
     args, unknown = parser.parse_known_args(normalise(arguments, booleans))
     if unknown:
-        known = re.findall(r"--[\w-]+", _help_of(parser, command))
+        asked = innermost(parser, arguments)
+        known = re.findall(r"--[\w-]+", asked.format_help())
         raise UsageError(
             f"unrecognized argument {unknown[0]!r}{suggest(unknown[0].partition('=')[0], known)} "
-            f"(see draftwise {command} --help)"
+            f"(see {asked.prog} --help)"
         )
     # Its warning of a prompt over the model's length would stand before our error that says the same.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
@@ -186,15 +187,6 @@ def _log_to_stderr() -> None:
     logger = logging.getLogger("draftwise")
     if not logger.handlers and not logging.getLogger().handlers:
         logger.addHandler(handler)
-
-
-def _help_of(parser: argparse.ArgumentParser, command: str) -> str:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found: argparse.ArgumentParser = action.choices[command]
-            nested = [a for a in found._actions if isinstance(a, argparse._SubParsersAction)]
-            return found.format_help() + "".join(p.format_help() for a in nested for p in a.choices.values())
-    return ""
 
 
 def _fail(error: Exception | str, code: int) -> int:
