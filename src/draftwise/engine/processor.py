@@ -59,7 +59,7 @@ class Processor:
         self.max_model_len = max_model_len
         self.limits = limits or RequestLimits()
         self._model_config = model_config
-        self._speculation = SpeculationChoice(drafters, proposers, default_method, most_drafts)
+        self._speculation = SpeculationChoice(drafters, proposers, default_method, most_drafts, elsewhere)
         self._seed = seed
         self._clock = clock
         self._keep_trace = keep_trace

@@ -15,6 +15,7 @@ from draftwise.propose.grammar import GrammarProposer
 from draftwise.sampling.params import SamplingParams
 from draftwise.structured.grammars import DEFAULT_DRAFTS
 from draftwise.types import Speculation
+from draftwise.verify.registry import get_rule, verifier_names
 
 _SPECULATION_FIELDS = (
     "method",
@@ -34,13 +35,15 @@ class SpeculationChoice:
         proposers: Mapping[str, Traits],
         default_method: str,
         most_drafts: int | None,
+        elsewhere: bool = False,
     ) -> None:
         """``most_drafts``: the most drafts of a request in a step, for a model with recurrent state; None: no such
-        limit."""
+        limit. ``elsewhere``: steps are executed in other processes, which lack the rules that this one registers."""
         self._drafters = {d.method: d for d in drafters}
         self._proposers = proposers
         self._default_method = default_method
         self._most_drafts = most_drafts
+        self._elsewhere = elsewhere
 
     def resolve(self, params: SamplingParams) -> Speculation:
         """The engine's default speculation, overridden by the request's ``speculation``, and the acceptance rule.
@@ -145,8 +148,19 @@ class SpeculationChoice:
     def _rule(self, params: SamplingParams, asked: Any, config: SpeculativeConfig | None) -> str:
         if asked is not None:
             asked = "rejection" if asked == "standard" else asked
-            if asked not in RULES and asked != "greedy":
-                raise RequestError(f"speculation: unknown rule {shown(asked)}{suggest(str(asked), RULES)}")
+            names = verifier_names()
+            if asked not in names:
+                raise RequestError(
+                    f"speculation: unknown rule {shown(asked)}{suggest(str(asked), names)}; valid: {', '.join(names)}"
+                )
+            if self._elsewhere and asked not in (*RULES, "greedy"):
+                raise RequestError(
+                    f"speculation: rule {asked!r}: ranks do not have what their engine's process registers"
+                )
+            try:
+                get_rule(asked)  # one that a program registered may be no rule
+            except ConfigError as error:
+                raise RequestError(f"speculation: {error}") from None
         engine = next((d.rule for d in self._drafters.values() if d.rule is not None), None)
         chosen: str | None = asked or (config.rule if config is not None else None) or engine
         if chosen == "synthetic" and engine != "synthetic":
