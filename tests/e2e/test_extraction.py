@@ -198,6 +198,12 @@ def test_the_command_and_what_it_leaves(
     assert run(capsys, *base, "--output", str(tmp_path / "files"), "--layers", "1", "2")["new_tokens"] == 0
     run(capsys, *base, "--output", str(tmp_path / "files"), "--layers", "2", code=2)
     run(capsys, *base, "--output", str(tmp_path / "new"), "--layers", "9", code=2)
+    run(capsys, *base, "--output", str(tmp_path / "texts.jsonl"), code=2)
+    again = [*base, "--output", str(tmp_path / "files"), "--layers", "1", "2"]
+    run(capsys, *again, "--dtype", "bfloat16", code=2)
+    data = tmp_path / "texts.jsonl"
+    data.write_text(data.read_text().replace("w12", "w13"))  # as long as before
+    run(capsys, *again, code=2)
     run(
         capsys,
         "--model",

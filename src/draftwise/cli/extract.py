@@ -95,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
         "kv_connector_extra_config": {"shared_storage_path": str(args.output / "parts")},
     }
     start = time.perf_counter()
+    if args.output.exists() and not args.output.is_dir():
+        raise UsageError(f"--output {args.output}: not a folder")
     with LLM(**options) as llm:
         longest = llm.max_model_len - 1
         job = Job(
@@ -105,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
             max_length=min(args.max_length or 2048, longest),
             shard_tokens=args.tokens_per_shard,
             limit=args.limit,
+            weights=" ".join(filter(None, (llm.config.dtype, llm.config.quantization))),
         )
         before = open_folder(job)
         if before.texts:

@@ -7,6 +7,8 @@ got, so that a run that was interrupted goes on where it stopped.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +51,7 @@ class Job:
     max_length: int  # longer texts are cut into several
     shard_tokens: int | None = None
     limit: int | None = None  # texts
+    weights: str = "auto"  # what the target is computed in: dtype and quantization
 
     @property
     def parts(self) -> Path:
@@ -60,7 +63,8 @@ class Job:
         return {
             "target": self.target,
             "layers": list(self.layers),
-            "data": [{"file": str(file), "bytes": _size(file)} for file in self.data],
+            "weights": self.weights,
+            "data": [{"file": str(file), "sha256": _digest(file)} for file in self.data],
             "max_length": self.max_length,
             "shard_tokens": self.shard_tokens,
         }
@@ -203,11 +207,19 @@ def _save(job: Job, progress: Progress) -> None:
     os.replace(part, job.output / MANIFEST)
 
 
-def _size(file: Path) -> int:
+def _digest(file: Path) -> str:
+    """Of its content: another text of the same length is other data."""
     try:
-        return file.stat().st_size
+        found = file.stat()
+        return _digest_of(file, found.st_size, found.st_mtime_ns)
     except OSError as error:
         raise ConfigError(f"--data {file}: {error.strerror or error}") from error
+
+
+@functools.lru_cache(maxsize=256)
+def _digest_of(file: Path, size: int, changed: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()[:32]
 
 
 def _clear(parts: Path) -> None:
