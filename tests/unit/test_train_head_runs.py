@@ -26,7 +26,7 @@ from draftwise.train.demo_recipe import LlamaShape
 from draftwise.train.heads import run as head_run
 from draftwise.train.heads.args import KINDS, TrainOptions, add_arguments, options_from
 from draftwise.train.heads.data import coverage, cut, draft_vocabulary, plan_epoch, split
-from draftwise.train.heads.parallel import Ranks
+from draftwise.train.heads.parallel import Ranks, with_ranks
 from draftwise.train.heads.plot import panels_of, svg, ticks
 from draftwise.train.heads.run import train_head
 from draftwise.train.heads.teacher import EngineTeacher, default_feature_layers
@@ -168,6 +168,16 @@ def test_a_run_that_came_apart_is_no_head(target: Path, text: Path, tmp_path: Pa
     with pytest.raises(DraftwiseError, match="muon-lr"):
         train_head(options("mtp", target, text, tmp_path / "out", muon_lr=1e30, adam_lr=1e30), quietly())
     assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def _fails(rank: int, address: str) -> None:
+    os._exit(3)
+
+
+def test_a_process_that_ends_before_it_joins_is_named() -> None:
+    """Not waited for: for a day, deaf to Ctrl-C."""
+    with pytest.raises(DraftwiseError, match="training process 1 of 2 failed"):
+        with_ranks(2, "cpu", lambda ranks: None, _fails)
 
 
 def test_a_memorised_text_is_accepted(target: Path, tmp_path: Path) -> None:

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from inspect import signature
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import torch
 import torch.distributed as dist
@@ -117,6 +121,26 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
+def _ready(folder: Path, rank: int) -> Path:
+    return folder / f"ready-{rank}"
+
+
+def _await(started: Sequence[BaseProcess], folder: Path) -> None:
+    """Wait until all processes are about to join. Joining itself would wait for one that ended before for a day, deaf
+    to signals.
+
+    Raises:
+        DraftwiseError: one has ended.
+    """
+    while waiting := [i for i in range(1, len(started) + 1) if not _ready(folder, i).exists()]:
+        for rank in waiting:
+            if started[rank - 1].exitcode is not None:
+                raise DraftwiseError(
+                    f"training process {rank} of {len(started) + 1} failed; its message is above"
+                )
+        time.sleep(0.02)
+
+
 @contextmanager
 def joined(device: str, rank: int, world: int, address: str) -> Iterator[Ranks]:
     """Be one of the processes: ``address`` is torch's ``init_method``."""
@@ -124,6 +148,8 @@ def joined(device: str, rank: int, world: int, address: str) -> Iterator[Ranks]:
     chosen = choose_device(device, local)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    if rank and address.startswith("file:"):
+        _ready(Path(url2pathname(urlsplit(address).path)).parent, rank).touch()
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=_PATIENCE)
     try:
@@ -161,6 +187,7 @@ def with_ranks(size: int, device: str, run: Callable[[Ranks], T], others: Callab
         for process in started:
             process.start()
         try:
+            _await(started, Path(folder))
             with joined(device, 0, size, address) as ranks:
                 return run(ranks)
         except RuntimeError as error:  # a collective that lost its partner
