@@ -202,6 +202,7 @@ def everything() -> list[SamplingParams]:
     return [
         base.replace(repetition_penalty=1.7),
         base.replace(presence_penalty=1.0, frequency_penalty=0.7),
+        base.replace(presence_penalty=1, frequency_penalty=1),
         base.replace(min_p=0.1, logit_bias={5: 3.0, 7: -100.0}),
         base.replace(allowed_token_ids=list(range(10, 50)), top_k=12),
         base.replace(logits_processors=[halve_even]),

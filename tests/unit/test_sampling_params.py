@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draftwise.errors import DraftwiseError, RequestError
@@ -168,6 +169,16 @@ def test_structured_outputs_from_plain_data() -> None:
     assert params.structured_outputs == StructuredOutputs(choice=("a", "b"))
     with pytest.raises(RequestError, match="unknown field 'jsn'; did you mean 'json'"):
         SamplingParams(structured_outputs={"jsn": {}})
+
+
+def test_numbers_are_kept_as_floats() -> None:
+    """Arithmetic on the logits is in float32, and JSON has whole numbers where it can."""
+    names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+    for one in (1, np.float64(1)):
+        p = SamplingParams(**dict.fromkeys(names, one))
+        assert [(type(getattr(p, name)), getattr(p, name)) for name in names] == [(float, 1.0)] * len(names)
+        p.presence_penalty = -one
+        assert type(p.presence_penalty) is float
 
 
 def test_from_dict() -> None:

@@ -113,6 +113,10 @@ class SamplingParams(_Assignable):
         _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_int("top_k", self.top_k, low=-1)
         _check_number("min_p", self.min_p, 0.0, 1.0)
+        for name in _NUMBERS:  # 1, or one of numpy's: arithmetic on the logits is in floats
+            value = getattr(self, name)
+            if type(value) is not float:
+                object.__setattr__(self, name, float(value))
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
         if self.max_tokens is not None:
@@ -208,6 +212,7 @@ class SamplingParams(_Assignable):
                 raise _invalid(name, largest, f"below the vocabulary size {vocab_size}")
 
 
+_NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 _BOOLEANS = (
     "ignore_eos",
     "detokenize",
