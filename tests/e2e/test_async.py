@@ -168,6 +168,15 @@ def test_invalid_requests_and_doubled_ids(tiny: TinyModels) -> None:
             with pytest.raises(RequestError, match="in use"):
                 await collect(llm, prompt, GREEDY, request_id="x")
             await stream.aclose()  # type: ignore[attr-defined]
+            for params in ({"temperature": 0}, "x", [GREEDY]):
+                with pytest.raises(RequestError, match=r"^sampling_params is .*; it must be SamplingParams"):
+                    await collect(llm, prompt, params)  # type: ignore[arg-type]
+            running = asyncio.ensure_future(collect(llm, prompt, GREEDY))
+            for priority in ("high", None, 1.5):
+                with pytest.raises(RequestError, match=r"^priority is .*; it must be an integer"):
+                    await collect(llm, prompt, GREEDY, priority=priority)
+            assert (await running)[-1].finished, "nobody else is disturbed"
+            llm.check_integrity()
 
     asyncio.run(main())
 

@@ -23,7 +23,7 @@ from draftwise.engine.group import Reading, RequestGroup
 from draftwise.engine.llm import engine_stats
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.processor import Numbers
-from draftwise.engine.prompts import PromptLike, one_prompt
+from draftwise.engine.prompts import PromptLike, one_prompt, own_params
 from draftwise.engine.readers import Readers
 from draftwise.engine.stream import RequestStream, wake
 from draftwise.engine.thread import EngineThread
@@ -136,9 +136,9 @@ class AsyncLLM(Absent):
         stream; EngineDeadError if the engine has failed.
         """
         prompt = one_prompt(prompt)
-        params = sampling_params or SamplingParams()
-        if numbers is None:
-            params = params.clone()
+        if numbers is None or sampling_params is None:
+            sampling_params = own_params(sampling_params)
+        params = sampling_params
         loop = asyncio.get_running_loop()
         self._thread.check_alive()
         processor = self._engine.processor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +21,8 @@ from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.metric_list import Metric, metric_list
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.progress import RequestProgress
-from draftwise.engine.prompts import PromptLike, all_prompts
+from draftwise.engine.prompts import PromptLike, all_prompts, own_params, unlike_params
+from draftwise.engine.turns import Turns
 from draftwise.errors import DraftwiseError, EngineDeadError, RequestError
 from draftwise.sampling.params import SamplingParams
 
@@ -32,6 +33,8 @@ class LLM(Absent):
     ``model`` is a local folder or a hub id in Hugging Face format; omitted, it is the embedded demo model with its
     draft model. Keywords are those of `EngineConfig`, above all ``speculative_config``.
 
+    Threads may share it: their calls of `generate` and `chat` take turns. `AsyncLLM` serves callers at once.
+
     Raises `ConfigError` for settings, `ModelLoadError` for checkpoints.
 
         with LLM("path/to/model", speculative_config={"method": "ngram"}) as llm:
@@ -41,6 +44,7 @@ class LLM(Absent):
     def __init__(self, model: str | None = None, *, keep_trace: bool = False, **options: Any) -> None:
         """``keep_trace``: remember every verified tree in the outputs' ``trace`` (for reports; costs memory)."""
         self._engine: Engine | None = None
+        self._turns = Turns()
         self._gone = "it was closed or has failed"  # why there is no engine, when there is none
         lifetime.survive_forks(self)
         with lifetime.computing():
@@ -68,29 +72,34 @@ class LLM(Absent):
         Raises RequestError for an invalid request (nothing was run). A request that fails while it runs is
         answered with ``finish_reason == "error"``.
         """
-        engine = self._alive()
         many = all_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [(sampling_params or SamplingParams()).clone()] * len(many)
+            params = [own_params(sampling_params)] * len(many)
+        elif isinstance(sampling_params, Mapping | str) or not isinstance(sampling_params, Iterable):
+            raise unlike_params(sampling_params)
         else:
-            params = [p.clone() for p in sampling_params]
+            params = [own_params(p) for p in sampling_params]
         if len(params) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(params)} sampling_params")
+        if isinstance(priority, int):
+            raise RequestError("priority is a list, with a number for each prompt")
         ranks = [0] * len(many) if priority is None else list(priority)
         if len(ranks) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(ranks)} priorities")
         adapters = _one_each(lora_request, len(many))
-        slots = [engine.adapters.slot(adapter, lambda work: work()) for adapter in adapters]
-        groups = [
-            engine.processor.group(prompt, p, priority=rank, adapter=slot)
-            for prompt, p, rank, slot in zip(many, params, ranks, slots, strict=True)
-        ]
-        for group in groups:
-            for request in group.requests:
-                engine.core.scheduler.check(request.num_prompt, request.max_total)
-                engine.adapters.check(request.adapter)
-        show = use_tqdm if use_tqdm is not None else len(groups) > 1 and sys.stderr.isatty()
-        self._run(groups, show)
+        with self._turns:
+            engine = self._alive()
+            slots = [engine.adapters.slot(adapter, lambda work: work()) for adapter in adapters]
+            groups = [
+                engine.processor.group(prompt, p, priority=rank, adapter=slot)
+                for prompt, p, rank, slot in zip(many, params, ranks, slots, strict=True)
+            ]
+            for group in groups:
+                for request in group.requests:
+                    engine.core.scheduler.check(request.num_prompt, request.max_total)
+                    engine.adapters.check(request.adapter)
+            show = use_tqdm if use_tqdm is not None else len(groups) > 1 and sys.stderr.isatty()
+            self._run(groups, show)
         return [group.output() for group in groups]
 
     def _run(self, groups: Sequence[RequestGroup], show_progress: bool) -> None:
@@ -229,7 +238,8 @@ class LLM(Absent):
 
     def reset_drafters(self) -> None:
         """Make drafters forget what they learned from past requests (method ``suffix``: their outputs)."""
-        self._alive().core.executor.forget()
+        with self._turns:
+            self._alive().core.executor.forget()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the engine's books do not agree."""
@@ -238,10 +248,11 @@ class LLM(Absent):
     # ------------------------------------------------------------------------------------------- life cycle
 
     def close(self) -> None:
-        """Release models and memory. Closing twice is fine."""
-        if self._engine is not None:
-            self._engine.core.close()
-            self._engine = None
+        """Release models and memory, when no thread generates any more. Closing twice is fine."""
+        with self._turns:
+            if self._engine is not None:
+                self._engine.core.close()
+                self._engine = None
 
     def _alive(self) -> Engine:
         if self._engine is None:
@@ -251,6 +262,7 @@ class LLM(Absent):
     def after_fork_in_child(self) -> None:
         """Called in a forked child. An idle engine goes on; an engine with which another thread was computing is
         unusable."""
+        self._turns = Turns()  # threads that are gone may hold the old one
         if self._engine is not None and not self._engine.core.after_fork_in_child():
             self._engine = None
             self._gone = "another thread was computing with it when this process was forked; build one here"

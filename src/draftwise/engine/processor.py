@@ -17,7 +17,7 @@ from draftwise.engine.speculating import SpeculationChoice
 from draftwise.engine.stops import StopStrings
 from draftwise.engine.tokenizing import Prompt, end_tokens, is_quick, prompt_text, tokenize_prompt
 from draftwise.engine.workers import Lane
-from draftwise.errors import RequestError
+from draftwise.errors import RequestError, shown
 from draftwise.models.base import ModelConfig
 from draftwise.sampling.params import SamplingParams, resolve_bad_words
 from draftwise.sched.request import Request
@@ -115,6 +115,8 @@ class Processor:
         choice); ``numbers``: their numbers, if already taken (None: the next ones); ``adapter``: see `Request`.
         May be called by several threads at once. Raises RequestError; `LimitError`, one of these, before any work is
         done."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority is {shown(priority)}; it must be an integer")
         self.check(prompt, params)
         check_params(self.limits, params)
         numbers = numbers or self.take_numbers(params.n)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from draftwise.engine.tokenizing import Prompt
+from draftwise.errors import RequestError, shown
+from draftwise.sampling.params import SamplingParams
 
 
 class TextPrompt(TypedDict):
@@ -25,12 +27,12 @@ PromptLike = Prompt | Sequence[int]
 
 
 def one_prompt(given: PromptLike) -> Prompt:
-    """A prompt in one of the two forms that requests are made of.
+    """A prompt in one of the two forms that requests are made of. Anything else stays, and is refused later.
 
     >>> one_prompt([1, 2, 3])
     {'prompt_token_ids': [1, 2, 3]}
     """
-    return {"prompt_token_ids": given} if _is_ids(given) else given  # type: ignore[return-value]
+    return {"prompt_token_ids": given} if _is_ids(given, empty=True) else given  # type: ignore[return-value]
 
 
 def all_prompts(given: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
@@ -39,10 +41,26 @@ def all_prompts(given: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     >>> all_prompts([1, 2]), all_prompts([[1, 2], "a"])
     ([{'prompt_token_ids': [1, 2]}], [{'prompt_token_ids': [1, 2]}, 'a'])
     """
-    if isinstance(given, str | Mapping) or _is_ids(given):
+    if isinstance(given, str | bytes | Mapping) or _is_ids(given) or not isinstance(given, Iterable):
         return [one_prompt(given)]  # type: ignore[arg-type]
     return [one_prompt(prompt) for prompt in given]  # type: ignore[arg-type]
 
 
-def _is_ids(given: Any) -> bool:
-    return isinstance(given, list | tuple) and bool(given) and type(given[0]) is int
+def _is_ids(given: Any, *, empty: bool = False) -> bool:
+    """``empty``: what to say of an empty list."""
+    return isinstance(given, list | tuple) and (type(given[0]) is int if given else empty)
+
+
+def own_params(given: Any) -> SamplingParams:
+    """A request's own copy of its parameters; None: the defaults. Raises RequestError."""
+    if given is None:
+        return SamplingParams()
+    if not isinstance(given, SamplingParams):
+        raise unlike_params(given)
+    return given.clone()
+
+
+def unlike_params(given: Any) -> RequestError:
+    """The error for what is no `SamplingParams`."""
+    hint = "; SamplingParams.from_dict makes them of a mapping" if isinstance(given, Mapping) else ""
+    return RequestError(f"sampling_params is {shown(given)}; it must be SamplingParams{hint}")

@@ -14,7 +14,7 @@ from draftwise.engine.builder import Engine, build_engine, check_alone, tokenize
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.outputs import RequestOutput
-from draftwise.engine.prompts import PromptLike, one_prompt
+from draftwise.engine.prompts import PromptLike, one_prompt, own_params
 from draftwise.errors import EngineDeadError, RequestError
 from draftwise.sampling.params import SamplingParams
 
@@ -58,7 +58,7 @@ class LLMEngine:
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use")
         slot = engine.adapters.slot(lora_request, lambda work: work())
-        chosen = (params or SamplingParams()).clone()
+        chosen = own_params(params)
         group = engine.processor.group(one_prompt(prompt), chosen, request_id, priority, adapter=slot)
         for request in group.requests:
             engine.core.scheduler.check(request.num_prompt, request.max_total)
