@@ -189,6 +189,14 @@ def test_models_that_cannot_be_loaded_say_why(tiny: TinyModels, tmp_path: Path) 
         load(tiny.target, max_model_len=100_000)
 
 
+@pytest.mark.parametrize("option", [{"num_kv_blocks": 2**31 - 1}, {"kv_cache_memory": "1000TiB"}])
+def test_a_cache_that_memory_cannot_hold(make_llm: Callable[..., LLM], option: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match="no memory for a K/V cache of .* lower kv_cache_memory or num_kv_blocks"
+    ):
+        make_llm(**option, block_size=1024, skip_tokenizer_init=True)
+
+
 def test_a_broken_engine_says_so(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     assert llm._engine is not None

@@ -32,16 +32,34 @@ class Templates(Tokenizer):
         return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(self.chat_template).render()
 
 
-def render(content: list[Any], tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+def render(content: list[Any], tokenizer: Tokenizer | None = None, tools: Any = None) -> dict[str, Any]:
     return chat_prompt(
         tokenizer or Tokenizer(), [{"role": "user", "content": content}], limits=RequestLimits(), max_model_len=100,
-        chat_template=None, add_generation_prompt=True, tools=None,
+        chat_template=None, add_generation_prompt=True, tools=tools,
     )  # fmt: skip
 
 
 def test_text_is_rendered() -> None:
     parts = [{"type": "text", "text": "what is"}, "this"]
     assert render(parts)["prompt"] == "what is\nthis"
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("division by zero"), KeyError("x"), RecursionError("deep")]
+)
+def test_an_error_in_a_template_is_the_requests(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*arguments: Any, **options: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", fail)
+    with pytest.raises(RequestError, match="^the chat template refused the messages: "):
+        render(["this"])
+
+
+@pytest.mark.parametrize("tools", [5, "f", {"type": "function"}])
+def test_tools_are_a_list(tools: Any) -> None:
+    with pytest.raises(RequestError, match=r"^tools is .*; it must be a list"):
+        render(["this"], tools)
 
 
 def test_the_messages_that_were_given_stay_as_they_are() -> None:

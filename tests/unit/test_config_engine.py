@@ -258,6 +258,7 @@ def test_unknown_option_names_the_closest() -> None:
         ("max_model_len", "long"),
         ("block_size", 0),
         ("num_kv_blocks", -1),
+        ("num_kv_blocks", 1 << 31),
         ("gpu_memory_utilization", 0),
         ("gpu_memory_utilization", 1.5),
         ("gpu_memory_utilization", float("nan")),

@@ -83,7 +83,7 @@ class EngineConfig:
         "rounds of decoding in a step, at most, if they take 8 ms together (8 on CPU)",
     )
     block_size: int = option(16, to.integer(1, 1024), "tokens per block of the K/V cache")
-    num_kv_blocks: int | None = option(None, to.integer(1), "blocks of the K/V cache")
+    num_kv_blocks: int | None = option(None, to.integer(1, 2**31 - 1), "blocks of the K/V cache")
     kv_cache_memory: int | None = option(None, to.size(), "bytes of the K/V cache, for example 2GiB")
     kv_cache_dtype: str = option(
         "auto",

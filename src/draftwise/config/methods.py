@@ -154,7 +154,7 @@ def read_config(
         path = Path(cached)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{field}: {model!r} has an unreadable config.json: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{field}: {model!r} has a config.json that is not a JSON object")

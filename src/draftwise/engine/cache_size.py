@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -19,6 +20,19 @@ from draftwise.propose.base import Proposer
 
 _CPU_CACHE_LIMIT = 4 << 30
 """The most bytes of K/V cache on a CPU, unless the user asks for more."""
+
+
+@contextmanager
+def cache_memory(num_blocks: int, nbytes: int) -> Iterator[None]:
+    """Around the allocation of caches. Raises ConfigError if there is no memory for them."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"there is no memory for a K/V cache of {num_blocks} blocks, {nbytes} bytes: lower kv_cache_memory or "
+            f"num_kv_blocks ({reason})"
+        ) from error
 
 
 def cache_blocks(

@@ -62,6 +62,8 @@ def chat_prompt(
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise RequestError(f"a message is a mapping with 'role' and 'content', got {shown(message)}")
+    if tools is not None and (isinstance(tools, str | Mapping) or not isinstance(tools, Sequence)):
+        raise RequestError(f"tools is {shown(tools)}; it must be a list of mappings")
     check_messages(limits, messages, tools, max_model_len)
     messages = [
         {**m, "content": _flat(m["content"])} if isinstance(m.get("content"), list) else dict(m)
@@ -85,7 +87,7 @@ def chat_prompt(
         )
     except jinja2.TemplateSyntaxError as error:  # whatever the messages are
         raise RequestError(f"the chat template is not valid Jinja (line {error.lineno}): {error}") from None
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
+    except Exception as error:  # a template is a program: it may divide by zero
         raise RequestError(f"the chat template refused the messages: {error}") from None
     check_prompt(limits, text, max_model_len, "messages")
     ids = encode_text(tokenizer, text, "messages", False)  # the template wrote the special tokens itself

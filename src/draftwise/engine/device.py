@@ -19,7 +19,14 @@ from draftwise.collector import collector_paused
 from draftwise.config import EngineConfig
 from draftwise.config.extraction import transfer_folder
 from draftwise.cpus import default_threads
-from draftwise.engine.cache_size import bytes_of_block, cache_blocks, kv_dtype, state_memory, step_widths
+from draftwise.engine.cache_size import (
+    bytes_of_block,
+    cache_blocks,
+    cache_memory,
+    kv_dtype,
+    state_memory,
+    step_widths,
+)
 from draftwise.engine.facts import DeviceFacts, Traits
 from draftwise.engine.states import check_drafters, plan_states
 from draftwise.engine.tokenizing import end_tokens
@@ -152,12 +159,14 @@ def build_device(
             max_model_len = capacity
     scratch = max((p.target_scratch_blocks() for p in proposers.values()), default=0)
     cache_dtype = kv_dtype(config, model)
-    storage = KVStorage(
-        model.kv_layout(), num_blocks + scratch, config.block_size, cache_dtype, device, spare=model.pads,
-        states=None if states is None else states.store(device),
-    )  # fmt: skip
+    with cache_memory(num_blocks, cache_bytes):
+        storage = KVStorage(
+            model.kv_layout(), num_blocks + scratch, config.block_size, cache_dtype, device, spare=model.pads,
+            states=None if states is None else states.store(device),
+        )  # fmt: skip
+        for proposer in proposers.values():
+            proposer.allocate(num_blocks)
     for proposer in proposers.values():
-        proposer.allocate(num_blocks)
         proposer.use_target_storage(storage)
     model.prepare(storage, sorted({i for p in proposers.values() for i in p.capture_layers}))
 

@@ -217,7 +217,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ModelLoadError naming the file when it is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object")

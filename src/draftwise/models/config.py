@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from draftwise.errors import ModelLoadError
@@ -214,13 +215,13 @@ def softcap_of(raw: RawConfig, name: str) -> float | None:
     value = raw.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
         raise ModelLoadError(f"config.json: {name!r} must be a positive number, not {value!r}")
     return float(value)
 
 
 def _norm_eps(raw: RawConfig) -> float:
     value = raw.get("rms_norm_eps", 1e-6)
-    if not isinstance(value, (int, float)) or value < 0:
+    if not isinstance(value, (int, float)) or not 0 <= value < inf:
         raise ModelLoadError(f"config.json: 'rms_norm_eps' must be a number, not {value!r}")
     return float(value)

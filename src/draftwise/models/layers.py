@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftwise.errors import ModelLoadError
 from draftwise.kernels.base import HeadShape, Ops
 from draftwise.kernels.handles import Linear, Norm, Rope
 from draftwise.kernels.split import summed
@@ -296,7 +297,16 @@ def layer_spec(config: ModelConfig) -> KVLayerSpec:
 
 def packed_rope(ops: Ops, rope: RopeConfig, head_dim: int, length: int) -> Rope:
     """Rotations of ``length`` positions. Where not all dimensions of a head are rotated, the others are by nothing, see
-    `RopeConfig.order`."""
+    `RopeConfig.order`. Raises ModelLoadError if there is no memory for so many."""
+    try:
+        return _packed_rope(ops, rope, head_dim, length)
+    except (RuntimeError, MemoryError) as error:
+        raise ModelLoadError(
+            f"there is no memory for the rotations of {length} positions: give a lower max_model_len ({error})"
+        ) from error
+
+
+def _packed_rope(ops: Ops, rope: RopeConfig, head_dim: int, length: int) -> Rope:
     inv_freq, missing = rope.inv_freq(), (head_dim - rope.head_dim) // 2
     if missing == 0:
         return ops.pack_rope(inv_freq, rope.attention_factor, length)

@@ -250,6 +250,10 @@ def declare(
     Raises:
         ModelLoadError: tensors of the checkpoint are missing, surplus, or of another shape.
     """
+    if config.num_layers > len(entries):  # said before a million of them are declared
+        raise ModelLoadError(
+            f"{folder}: config.json names {config.num_layers} layers, but the checkpoint has {len(entries)} tensors"
+        )
     try:
         model = cls(config, ops, plan)
     except ModelLoadError as error:
