@@ -12,7 +12,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from draftwise import LLM, ConfigError, EngineDeadError, ModelLoadError, RequestError, SamplingParams
+from draftwise import (
+    LLM,
+    ConfigError,
+    EngineDeadError,
+    LLMEngine,
+    ModelLoadError,
+    RequestError,
+    SamplingParams,
+)
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.kv.manager import KVManager
 from draftwise.propose.base import DraftRow, Proposer
@@ -192,7 +200,7 @@ def test_models_that_cannot_be_loaded_say_why(tiny: TinyModels, tmp_path: Path) 
 @pytest.mark.parametrize("option", [{"num_kv_blocks": 2**31 - 1}, {"kv_cache_memory": "1000TiB"}])
 def test_a_cache_that_memory_cannot_hold(make_llm: Callable[..., LLM], option: dict[str, Any]) -> None:
     with pytest.raises(
-        ConfigError, match="no memory for a K/V cache of .* lower kv_cache_memory or num_kv_blocks"
+        ConfigError, match=r"no memory for a K/V cache of .* lower kv_cache_memory or num_kv_blocks"
     ):
         make_llm(**option, block_size=1024, skip_tokenizer_init=True)
 
@@ -263,6 +271,38 @@ def test_ctrl_c_in_the_middle_of_the_books(
     llm.check_integrity()
     assert token_ids(llm.generate(prompts, GREEDY)) == wanted
     assert llm.stats().num_used_blocks == 0
+
+
+def test_ctrl_c_in_the_last_step_of_a_stepped_engine(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its outputs come with the next call: otherwise the request would stay unfinished for ever."""
+    engine = LLMEngine(tiny.target, dtype="float32", skip_tokenizer_init=True, num_kv_blocks=64)
+    try:
+        core = engine._alive().core
+        step = core.step
+
+        def interrupted() -> Any:
+            updates = step()
+            if any(update.finished for update in updates):
+                signal.raise_signal(signal.SIGINT)
+            return updates
+
+        monkeypatch.setattr(core, "step", interrupted)
+        engine.add_request("r", [3, 4, 5], GREEDY)
+        outputs, interrupts = [], 0
+        for _ in range(60):
+            if not engine.has_unfinished_requests():
+                break
+            try:
+                outputs += engine.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts == 1 and outputs[-1].finished
+        assert len(outputs[-1].outputs[0].token_ids) == 20
+        assert engine.get_num_unfinished_requests() == 0
+    finally:
+        engine.close()
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:

@@ -52,14 +52,14 @@ def test_an_error_in_a_template_is_the_requests(monkeypatch: pytest.MonkeyPatch,
         raise error
 
     monkeypatch.setattr(Tokenizer, "apply_chat_template", fail)
-    with pytest.raises(RequestError, match="^the chat template refused the messages: "):
+    with pytest.raises(RequestError, match=r"^the chat template refused the messages: "):
         render(["this"])
 
 
 @pytest.mark.parametrize("tools", [5, "f", {"type": "function"}])
 def test_tools_are_a_list(tools: Any) -> None:
     with pytest.raises(RequestError, match=r"^tools is .*; it must be a list"):
-        render(["this"], tools)
+        render(["this"], tools=tools)
 
 
 def test_the_messages_that_were_given_stay_as_they_are() -> None:

@@ -17,6 +17,7 @@ from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.prompts import PromptLike, one_prompt, own_params
 from draftwise.errors import EngineDeadError, RequestError
 from draftwise.sampling.params import SamplingParams
+from draftwise.sched.request import RequestUpdate
 
 
 class LLMEngine:
@@ -34,6 +35,7 @@ class LLMEngine:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self._groups: dict[str, RequestGroup] = {}
         self._names: dict[int, str] = {}  # number of a request -> id of its prompt
+        self._news: list[RequestUpdate] = []  # of steps whose outputs nobody has got, because of Ctrl-C
         with lifetime.computing():
             self._engine: Engine | None = build_engine(
                 check_alone(resolve_engine_config(model=model, **options))
@@ -70,10 +72,12 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step. Returns an output per changed prompt, as its ``output_kind`` asks."""
+        """Compute one step. Returns an output per changed prompt, as its ``output_kind`` asks. Ctrl-C waits for the
+        end of the step, whose outputs then come with those of the next call."""
         engine = self._alive()
         with WholeSteps(), lifetime.computing(), torch.inference_mode():
-            updates = engine.core.step()
+            self._news += engine.core.step()
+        updates, self._news = self._news, []
         changed = dict.fromkeys(self._names[u.request.rid] for u in updates if u.request.rid in self._names)
         outputs = []
         for name in changed:
@@ -112,6 +116,7 @@ class LLMEngine:
             self._engine = None
             self._groups.clear()
             self._names.clear()
+            self._news.clear()
 
     def _forget(self, name: str) -> None:
         for request in self._groups.pop(name).requests:
