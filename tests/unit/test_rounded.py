@@ -17,6 +17,7 @@ from draftwise import LLM
 from draftwise.errors import ConfigError
 from draftwise.kv.storage import KVStorage
 from draftwise.models import rounded
+from draftwise.models.general import check
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import is_quantized_checkpoint, load_model
 from draftwise.models.source import scan
@@ -85,6 +86,23 @@ def test_the_same_bits_written_and_read(folder: str, scheme: str, tmp_path: Path
     written = {path.name: path.stat().st_mtime_ns for path in kept.iterdir()}
     assert torch.equal(logits(folder, scheme, tmp_path), want), "as read"
     assert {path.name: path.stat().st_mtime_ns for path in kept.iterdir()} == written
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("scheme", ["int8_dynamic", "int4_weight_only_g32"])
+@pytest.mark.filterwarnings("ignore")  # of Transformers' models
+def test_layers_that_are_not_rounded_are_kept_as_they_are(kind: str, scheme: str, tmp_path: Path) -> None:
+    """The layer that latent attention absorbs: with or without the cache it is floats."""
+    native_or_skip()
+    save(small(kind), tmp_path / "model")
+    model, cache = str(tmp_path / "model"), tmp_path / "cache"
+    want = logits(model, scheme, None)
+    for _ in ("written", "read"):
+        assert torch.equal(logits(model, scheme, cache), want)
+    (kept,) = cache.iterdir()
+    names = list(scan(kept))
+    assert any("kv_a_proj_with_mqa.weight_packed" in name for name in names)
+    assert any(name.endswith("kv_b_proj.weight") for name in names)
 
 
 def test_other_weights_formats_and_dtypes_have_folders_of_their_own(folder: str, tmp_path: Path) -> None:
@@ -187,3 +205,14 @@ def test_weight_bytes_are_what_is_kept(folder: str, tmp_path: Path) -> None:
         folder, dtype=torch.bfloat16, device=CPU, quantization="int4", quantization_cache=tmp_path
     )
     assert before.weight_bytes() == again.weight_bytes() == size("int4")
+
+
+@pytest.mark.filterwarnings("ignore")  # of Transformers' models
+def test_layers_that_the_code_reads_are_floats_in_the_comparison_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mamba's code looks at its output layer, which then is not rounded: the logits to compare with must say so."""
+    native_or_skip()
+    monkeypatch.setattr(check, "_ROUNDED_ROWS", 0.0)
+    save(small("mamba", tie_word_embeddings=False), tmp_path / "model")
+    load_model(tmp_path / "model", dtype=torch.float32, device=CPU, quantization="int8")

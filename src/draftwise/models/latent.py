@@ -119,6 +119,7 @@ class LatentWeights(LayerWeights):
         self.kv_a_norm = plan.tensor(at + "kv_a_layernorm.weight", (sizes.latent,))
         expanded = heads * (sizes.plain + sizes.values)
         self.kv_b = linear("kv_b_proj", expanded, sizes.latent, by_outputs(expanded))
+        plan.exact.add(f"{at}kv_b_proj.weight")  # `pack` takes it apart, as floats
         self.o = linear("o_proj", hidden, heads * sizes.values, BY_INPUTS)
         self.post_norm = plan.tensor(names.post_norm.format(i=i), (hidden,))
         self.mlp = self.declared_mlp(config, names, plan, i, sparse)

@@ -166,7 +166,8 @@ def _load(
     plan = WeightPlan(chosen, device, layout, entries.keys(), part)
     model = declare(folder, config, cls, plan, ops, entries)
     if scheme is not None and quantization_cache is not None and layout is None:
-        kept = cached_checkpoint(folder, quantization_cache, scheme, chosen, entries, plan.linears)
+        linears = [parts for parts in plan.linears if plan.exact.isdisjoint(name for name, _ in parts)]
+        kept = cached_checkpoint(folder, quantization_cache, scheme, chosen, entries, linears)
         if kept is not None:
             layout = checkpoint_format(kept)
             entries = scan(kept)

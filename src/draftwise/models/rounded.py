@@ -38,7 +38,7 @@ from draftwise.quantization.weights import QuantizedWeight, quantize
 
 logger = logging.getLogger("draftwise")
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 _EDGE = 1 << 20  # bytes at both ends of a file that its identity is made from
 _LEFT_BEHIND = 3600.0  # seconds after which a temporary folder counts as abandoned
 _MANIFEST = "manifest.json"

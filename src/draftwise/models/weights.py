@@ -160,6 +160,7 @@ class WeightPlan:
         self.linears: list[
             tuple[tuple[str, int], ...]
         ] = []  # (name, rows) of float linear layers, as stacked
+        self.exact: set[str] = set()  # names of those that are never rounded
         self.num_bytes = 0
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:

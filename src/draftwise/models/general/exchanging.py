@@ -102,12 +102,15 @@ def exchange(
             parameter.data = value.t().contiguous() if turned else value
 
 
-def restore_read(model: nn.Module) -> None:
-    """Modules whose weight the model's own code reads get it back."""
+def restore_read(model: nn.Module) -> bool:
+    """Modules whose weight the model's own code reads get it back. False: there are none."""
+    found = False
     for parent in model.modules():
         for name, child in list(parent.named_children()):
             if isinstance(child, StoredLinear | ImaginedEmbedding) and child.was_read:
                 setattr(parent, name, child.plain())
+                found = True
+    return found
 
 
 def stored_bytes(modules: Sequence[nn.Module]) -> int:

@@ -183,8 +183,12 @@ def _prepared(
                 restore_read(model)  # before numbers are compared: what else there is, is made up
             units = units_of(model, config.vocab_size)
             reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
-        restore_read(model)
-        decoder, linears = _served(model, config, ops, reference, units)
+        if (
+            restore_read(model) and rounded
+        ):  # what was read is floats again, and was not: Mamba's output layer
+            reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
+        rows = any(isinstance(m, StoredLinear) and m.layer.rounds_rows for m in model.modules())
+        decoder, linears = _served(model, config, ops, reference, units, rounded or rows)
         stacks = stacks_of(mixtures.calls)
         if assemble and isinstance(decoder.way, Interface) and not units:
             try:
@@ -197,7 +201,6 @@ def _prepared(
         packed = exchange(model, linears, ops, head) + exchange_experts(model, stacks, ops)
         packed += stored_bytes(list(model.modules()))
         decoder.renew()
-        rows = any(isinstance(m, StoredLinear) and m.layer.rounds_rows for m in model.modules())
         check(decoder, reference, exchanged=True, rounded=rounded, rounded_rows=rows)
     rest = {id(p): p for p in [*model.parameters(), *model.buffers()]}
     decoder.weight_size = packed + sum(p.numel() * p.element_size() for p in rest.values())
@@ -237,9 +240,15 @@ def _text_part(model: Any, config: ModelConfig) -> Any:
 
 
 def _served(
-    model: Any, config: ModelConfig, ops: Ops, reference: Reference, units: Sequence[Unit]
+    model: Any,
+    config: ModelConfig,
+    ops: Ops,
+    reference: Reference,
+    units: Sequence[Unit],
+    rounded_rows: bool,
 ) -> tuple[GeneralDecoder, list[nn.Linear]]:
-    """The first of the ways that gives the model's own logits, and the linear layers that may be exchanged."""
+    """The first of the ways that gives the model's own logits, and the linear layers that may be exchanged.
+    ``rounded_rows``: see `check`."""
     refusals: list[str] = []
     told = "position_ids" in signature(body_of(model)[1].forward).parameters
     for prepare in (_by_interface, _by_cache, _by_cache_with_positions)[: 3 if told else 2]:
@@ -254,7 +263,7 @@ def _served(
             continue
         decoder = GeneralDecoder(config, ops, model, way, _blocks(model, config.num_layers), units)
         try:
-            check(decoder, reference)
+            check(decoder, reference, rounded_rows=rounded_rows)
         except ModelLoadError as error:
             decoder.release()
             refusals.append(str(error))
