@@ -32,10 +32,13 @@ class Templates(Tokenizer):
         return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(self.chat_template).render()
 
 
-def render(content: list[Any], tokenizer: Tokenizer | None = None, tools: Any = None) -> dict[str, Any]:
+def render(
+    content: list[Any], tokenizer: Tokenizer | None = None, tools: Any = None, options: Any = None
+) -> dict[str, Any]:
     return chat_prompt(
         tokenizer or Tokenizer(), [{"role": "user", "content": content}], limits=RequestLimits(), max_model_len=100,
         chat_template=None, add_generation_prompt=True, tools=tools,
+        template_options=options,
     )  # fmt: skip
 
 
@@ -60,6 +63,20 @@ def test_an_error_in_a_template_is_the_requests(monkeypatch: pytest.MonkeyPatch,
 def test_tools_are_a_list(tools: Any) -> None:
     with pytest.raises(RequestError, match=r"^tools is .*; it must be a list"):
         render(["this"], tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (5, "chat_template_kwargs is 5; it must be a mapping"),
+        ({"add_generation_prompt": False}, "'add_generation_prompt' cannot be set"),
+        ({"tokenize": True}, "'tokenize' cannot be set"),
+    ],
+)
+def test_options_of_the_template_are_its_variables(options: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        render(["this"], options=options)
+    assert render(["this"], options={"enable_thinking": False})["prompt"] == "this"
 
 
 def test_the_messages_that_were_given_stay_as_they_are() -> None:

@@ -11,6 +11,10 @@ from draftwise.engine.limits import check_messages, check_prompt
 from draftwise.errors import RequestError, shown
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_OWN_ARGUMENTS = frozenset(
+    {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"}
+)
+"""Arguments of the rendering, which are no variables of the template."""
 
 
 def _flat(content: object) -> object:
@@ -64,6 +68,13 @@ def chat_prompt(
             raise RequestError(f"a message is a mapping with 'role' and 'content', got {shown(message)}")
     if tools is not None and (isinstance(tools, str | Mapping) or not isinstance(tools, Sequence)):
         raise RequestError(f"tools is {shown(tools)}; it must be a list of mappings")
+    if template_options is not None:
+        if not isinstance(template_options, Mapping):
+            raise RequestError(f"chat_template_kwargs is {shown(template_options)}; it must be a mapping")
+        for name in _OWN_ARGUMENTS.intersection(template_options):
+            raise RequestError(
+                f"chat_template_kwargs: {name!r} cannot be set: it is no variable of the template"
+            )
     check_messages(limits, messages, tools, max_model_len)
     messages = [
         {**m, "content": _flat(m["content"])} if isinstance(m.get("content"), list) else dict(m)

@@ -155,6 +155,9 @@ class LLM(Absent):
 
         Raises RequestError if the model has no chat template and none is given.
         """
+        options = {} if chat_template_kwargs is None else chat_template_kwargs
+        if continue_final_message and isinstance(options, Mapping):
+            options = {**options, "continue_final_message": True}
         conversations: list[Any] = list(messages)
         if conversations and isinstance(conversations[0], Mapping):
             conversations = [conversations]
@@ -164,10 +167,7 @@ class LLM(Absent):
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 tools=tools,
-                template_options={
-                    **(chat_template_kwargs or {}),
-                    **({"continue_final_message": True} if continue_final_message else {}),
-                },
+                template_options=options,
             )
             for c in conversations
         ]
