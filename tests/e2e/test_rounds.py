@@ -275,3 +275,19 @@ def test_requests_with_adapters_go_in_rounds(
     assert found[0] == found[1]
     (first, second) = found[0]
     assert first[2] == second[2] and first[0] != second[0] and first[1] != second[1]
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_is_no_number_is_no_text(method: str, temperature: float, tmp_path: Path) -> None:
+    """An adapter full of NaN: its requests fail and say so, those beside them are as they are alone."""
+    folder = Path(save_adapter(tmp_path / "broken", embedded_path("target"), 1, size=float("nan")))
+    broken = LoRARequest("broken", 1, str(folder))
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=20, ignore_eos=True)
+    with LLM(enable_lora=True, speculative_config={"method": method}) as llm:
+        [alone] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        found, failed = llm.generate([PROMPTS[0]] * 2, params, use_tqdm=False, lora_request=[None, broken])
+        llm.check_integrity()
+    assert found.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert failed.outputs[0].finish_reason == "error" and not failed.outputs[0].token_ids
+    assert "not finite" in str(failed.outputs[0].error)

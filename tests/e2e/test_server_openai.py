@@ -271,6 +271,7 @@ def test_models_tokenize_and_detokenize(server: RunningServer, client: openai.Op
         ("best_of", 3, "best_of"),
         ("timeout", -1, "timeout"),
         ("stream_options", {"x": 1}, "stream_options"),
+        ("stream_options", {"include_usage": True}, "needs stream"),
         ("temperature", True, "temperature"),
         ("max_tokens", "12", "max_tokens"),
     ],

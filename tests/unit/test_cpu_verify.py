@@ -197,11 +197,11 @@ def test_rules_that_it_lacks_and_processing_share_the_batch() -> None:
         assert alone == expected_one or isinstance(alone, Exception)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "block"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_logits_without_a_distribution(rule: str, value: float) -> None:
     state = SamplingState(
-        SamplingParams(),
+        SamplingParams(temperature=0 if rule == "greedy" else 1),
         seed=1,
         sample_index=0,
         token_ids_np=np.arange(3, dtype=np.int32),

@@ -182,12 +182,13 @@ def test_a_residual_without_weight_leaves_p() -> None:
     assert {result.path for result in results} == {(), (0,)}
 
 
-def test_rows_that_are_no_numbers() -> None:
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
+def test_rows_that_are_no_numbers(rule: str) -> None:
     logits = torch.zeros((2, 5), device=DEVICE)
     logits[0] = float("nan")
     answers = verify_batch(
         logits,
-        [request(EMPTY_PROPOSAL, "rejection", row, 5, 1) for row in range(2)],
+        [request(EMPTY_PROPOSAL, rule, row, 5, 1) for row in range(2)],
         kernels=TritonRules(),
     )
     assert isinstance(answers[0], Exception) and "not finite" in str(answers[0])

@@ -319,12 +319,14 @@ class TestBatch:
             [out] = verify_batch(peaked(5, 6, height=80.0), [req])
             assert isinstance(out, RequestError if fails else Verification)
 
-    @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
-    def test_logits_that_are_not_finite(self, rule: str) -> None:
+    @pytest.mark.parametrize("temperature", [0, 1])
+    @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+    @pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "typical"])
+    def test_logits_that_are_not_finite(self, rule: str, value: float, temperature: float) -> None:
         """A broken model fails its request, not the step, and never commits token -1."""
-        logits = torch.cat([torch.full((1, V), float("nan")), peaked(0, 6)])
-        broken = request(EMPTY_PROPOSAL, rule, 0)
-        fine = request(chain((0,), "t"), rule, 1)
+        logits = torch.cat([torch.full((1, V), value), peaked(0, 6, height=80.0)])
+        broken = request(EMPTY_PROPOSAL, rule, 0, temperature=temperature)
+        fine = request(chain((0,), "t"), rule, 1, temperature=temperature)
         outs = verify_batch(logits, [broken, fine])
         assert isinstance(outs[0], RequestError) and "not finite" in str(outs[0])
         assert outs[1] == Verification((0,), (0, 6))

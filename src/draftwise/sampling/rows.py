@@ -20,6 +20,16 @@ def argmax_rows(values: torch.Tensor) -> list[int]:
     return best
 
 
+def wanted_rows(values: torch.Tensor) -> list[int]:
+    """`argmax_rows` of what a target says; -1: the row is no distribution, nothing in it is finite, or something is no
+    number."""
+    best = argmax_rows(values)
+    largest = values.gather(-1, torch.tensor(best, device=values.device)[:, None]).squeeze(-1)
+    if bool((largest > -torch.inf).all()):  # what is no number is not, either
+        return best
+    return [token if value > -torch.inf else -1 for token, value in zip(best, largest.tolist(), strict=True)]
+
+
 class TopRows(NamedTuple):
     """The largest of each row, the best first."""
 

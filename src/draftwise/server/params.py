@@ -129,6 +129,8 @@ def _check_limit(name: str, value: int | None) -> None:
 def _params(body: SamplingBody, config: ServerConfig, more: Mapping[str, Any]) -> SamplingParams:
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     given.update(more)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream to be true", "stream_options")
     for name in ("logprobs", "prompt_logprobs"):
         value = given.get(name)
         if value is not None and not 0 <= value <= config.max_logprobs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,8 +51,8 @@ def verify_batch(
             break
     if plain:
         if kernels is not None:
-            return list(kernels.verify(logits, requests, ["greedy"] * len(requests), stored))
-        return list(get_rule("greedy").verify(logits, requests))
+            return _checked(kernels.verify(logits, requests, ["greedy"] * len(requests), stored))
+        return _checked(get_rule("greedy").verify(logits, requests))
 
     raw = {
         r: q.rows_of(logits).clone() for r, q in enumerate(requests) if q.state.params.logprobs is not None
@@ -73,14 +73,21 @@ def verify_batch(
         else:
             rule = get_rule(name) if name != "synthetic" else _synthetic_rule(synthetic)
             decided = rule.verify(logits, own)
-        for r, verification in zip(members, decided, strict=True):
-            broken = verification.token_ids[-1] < 0  # nothing could be drawn: not even p has weight
-            results[r] = RequestError("the model's logits are not finite") if broken else verification
+        for r, result in zip(members, _checked(decided), strict=True):
+            results[r] = result
     if failures:
         _put_failures(results, requests, failures)
     if raw:
         _add_logprobs(results, requests, raw)
     return results
+
+
+def _checked(decided: Iterable[Verification]) -> list[Verification | Exception]:
+    """The decisions, with an error in place of one whose last token is -1: its row is no distribution."""
+    return [
+        one if one.token_ids[-1] >= 0 else RequestError("the model's logits are not finite")
+        for one in decided
+    ]
 
 
 def _verify_unshaped(
@@ -117,10 +124,7 @@ def _verify_unshaped(
         logprobs = [r for r, q in enumerate(requests) if q.state.params.logprobs is not None]
         raw = {r: requests[r].rows_of(logits).clone() for r in logprobs}
     failures = process_rows(logits, requests, shaped=False) if adjusts else {}
-    results = [
-        result if result.token_ids[-1] >= 0 else RequestError("the model's logits are not finite")
-        for result in kernels.verify(logits, requests, rules, stored)
-    ]
+    results = _checked(kernels.verify(logits, requests, rules, stored))
     if failures:
         _put_failures(results, requests, failures)
     if raw:

@@ -12,7 +12,7 @@ import torch
 
 from draftwise.names import SHARED
 from draftwise.sampling.noise import NoiseKey, gumbel
-from draftwise.sampling.rows import argmax_rows
+from draftwise.sampling.rows import wanted_rows
 from draftwise.types import Verification
 from draftwise.verify.base import Rule, VerifyRequest
 from draftwise.verify.common import select_rows
@@ -41,7 +41,7 @@ class CoupledRule(Rule):
                 position = state.num_tokens + len(paths[r])
                 keys.append(NoiseKey(state.seed, state.sample_index, SHARED, position))
             part = select_rows(logits, [requests[r].row_of(node) for r, node in active])
-            emitted = argmax_rows(gumbel(keys, logits.shape[1], logits.device).add_(part))
+            emitted = wanted_rows(gumbel(keys, logits.shape[1], logits.device).add_(part))
             reached = []
             for (r, node), token in zip(active, emitted, strict=True):
                 tokens[r].append(token)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from draftwise.sampling.rows import argmax_rows
+from draftwise.sampling.rows import wanted_rows
 from draftwise.types import Proposal, Verification
 from draftwise.verify.base import Rule, VerifyRequest
 from draftwise.verify.common import rows_of, select_rows
@@ -20,9 +20,9 @@ class GreedyRule(Rule):
     def verify(self, logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[Verification]:
         if not any(request.proposal.tokens for request in requests):
             first_rows = [request.first_row for request in requests]
-            return [Verification((), (token,)) for token in argmax_rows(select_rows(logits, first_rows))]
+            return [Verification((), (token,)) for token in wanted_rows(select_rows(logits, first_rows))]
         rows, starts = rows_of(requests)
-        best = argmax_rows(select_rows(logits, rows))
+        best = wanted_rows(select_rows(logits, rows))
         return [walk(request.proposal, best, start) for request, start in zip(requests, starts, strict=True)]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from draftwise.sampling.draw import pick
-from draftwise.sampling.rows import argmax_rows
+from draftwise.sampling.rows import wanted_rows
 from draftwise.types import Proposal, Verification
 from draftwise.verify.base import Rule, VerifyRequest
 from draftwise.verify.common import accept_uniform, recover_uniform, root_uniforms, rows_of, select_rows
@@ -199,7 +199,7 @@ def finish(requests: Sequence[VerifyRequest], ends: Sequence[End], p: torch.Tens
         ]
     greedy = [r for r, request in enumerate(requests) if request.state.is_greedy]
     if greedy:  # only rules that also serve temperature 0 (typical, synthetic) get here
-        best = argmax_rows(weights)
+        best = wanted_rows(weights)
     last = pick(weights, uniforms)
     for r in greedy:
         last[r] = best[r]

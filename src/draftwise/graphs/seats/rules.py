@@ -118,10 +118,12 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, counters: Tensor)
 
 
 def _best(scores: Tensor) -> Tensor:
-    """The best token of each row, the lowest of equals."""
+    """The best token of each row, the lowest of equals; -1: the row is no distribution."""
     vocab = scores.shape[-1]
     places = torch.arange(vocab, device=scores.device)
-    return torch.where(scores == scores.amax(-1, keepdim=True), places, vocab - 1).amin(-1)
+    largest = scores.amax(-1)
+    best = torch.where(scores == largest[..., None], places, vocab - 1).amin(-1)
+    return torch.where(largest > -torch.inf, best, -1)
 
 
 def _walk(now: _Step, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,7 @@
 #include "draws.h"
 
+#include <algorithm>
+
 #include "boundary.h"
 #include "ops.h"
 #include "program.h"
@@ -8,8 +10,9 @@ namespace dw {
 
 int64_t draw_one(const float* row, const ChainKey* keys, int64_t chain, int32_t stream, int64_t step, const int64_t* target_ids, float* q,
                  int64_t vocab) {
-  const int64_t token =
-      stream == NO_NOISE ? sample_kernels().argmax(row, vocab) : draw_draft(row, keys[chain], stream, step, target_ids, q, vocab);
+  // a draft has to be some token, whatever its drafter's logits are
+  const int64_t token = stream == NO_NOISE ? std::max<int64_t>(sample_kernels().argmax(row, vocab), 0)
+                                           : draw_draft(row, keys[chain], stream, step, target_ids, q, vocab);
   return target_ids != nullptr ? target_ids[token] : token;
 }
 

@@ -62,8 +62,7 @@ int64_t argmax_row(const float* x, int64_t n) {
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) best.offer(load(x + i), (int32_t)i);
   if (i < n) best.offer(load_or(x + i, lanes_left(n, i), -INF), (int32_t)i);
-  int64_t place = best.place();
-  return place < 0 ? 0 : place;
+  return best.place();
 }
 
 double weights_row(const float* x, float top, float scale, float floor, float* out, double* sums, int64_t n) {

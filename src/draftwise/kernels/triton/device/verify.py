@@ -30,7 +30,7 @@ def wanted_parts(
     BLOCK: tl.constexpr,
 ):
     """One part of the vocabulary behind one node of one request (0: the root): its largest logit and that token, the
-    lowest of equals; NOISY: of logit + shared Gumbel noise."""
+    lowest of equals, -1 if nothing is finite; NOISY: of logit + shared Gumbel noise."""
     r = tl.load(members + tl.program_id(0)).to(tl.int64)
     j = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
@@ -48,7 +48,7 @@ def wanted_parts(
             node = tl.load(fields + 6 + num_nodes + node)
         key = row_key(tl.load(fields + 2), tl.load(fields + 3), 0, position, position * 0 - 1, position * 0)
     best = float("-inf")
-    token = part * PART
+    token = part * 0 - 1
     end = tl.minimum(part * PART + PART, vocab)
     for start in range(part * PART, end, BLOCK):
         v = start + tl.arange(0, BLOCK)
