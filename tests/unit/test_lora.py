@@ -285,7 +285,7 @@ def test_the_least_recently_used_makes_room(world: World, wanted: list[list[tupl
         for i in (0, 1, 0, 2, 1, 0):
             found = texts(engine.generate(PROMPTS[:1], GREEDY, lora_request=world.requests[i]))
             assert found == [wanted[i + 1][0]]
-        with pytest.raises(RequestError, match="made room for others"):
+        with pytest.raises(RequestError, match="3 adapters, but max_loras is 2: raise it"):
             engine.generate(PROMPTS[:3], GREEDY, lora_request=world.requests)
         assert texts(engine.generate(PROMPTS[:1], GREEDY, lora_request=world.requests[1])) == [wanted[2][0]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from draftwise.config.lora import LoRARequest
@@ -63,6 +63,17 @@ class Adapters:
             self._uses += 1
             entry.used = self._uses
             return entry.slot
+
+    def slots(self, requests: Sequence[LoRARequest | None], between: Between) -> list[int]:
+        """`slot` of requests that are queued together. Raises RequestError as that, or if they have more adapters than
+        there are places."""
+        asked = {request.lora_int_id for request in requests if isinstance(request, LoRARequest)}
+        if self._enabled and len(asked) > self._most:
+            raise RequestError(
+                f"lora_request: these prompts have {len(asked)} adapters, but max_loras is {self._most}: raise it, or "
+                "give the prompts of some adapters in a call of their own"
+            )
+        return [self.slot(request, between) for request in requests]
 
     def add(self, request: LoRARequest, between: Between) -> None:
         """Load an adapter that stays until `remove`. Raises RequestError as `slot`, or if its number is taken."""

@@ -89,7 +89,7 @@ class LLM(Absent):
         adapters = _one_each(lora_request, len(many))
         with self._turns:
             engine = self._alive()
-            slots = [engine.adapters.slot(adapter, lambda work: work()) for adapter in adapters]
+            slots = engine.adapters.slots(adapters, lambda work: work())
             groups = [
                 engine.processor.group(prompt, p, priority=rank, adapter=slot)
                 for prompt, p, rank, slot in zip(many, params, ranks, slots, strict=True)
