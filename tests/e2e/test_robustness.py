@@ -277,6 +277,8 @@ def test_ctrl_c_in_the_last_step_of_a_stepped_engine(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its outputs come with the next call: otherwise the request would stay unfinished for ever."""
+    # also where tests run in the background
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     engine = LLMEngine(tiny.target, dtype="float32", skip_tokenizer_init=True, num_kv_blocks=64)
     try:
         core = engine._alive().core
@@ -302,6 +304,7 @@ def test_ctrl_c_in_the_last_step_of_a_stepped_engine(
         assert len(outputs[-1].outputs[0].token_ids) == 20
         assert engine.get_num_unfinished_requests() == 0
     finally:
+        signal.signal(signal.SIGINT, before)
         engine.close()
 
 

@@ -119,8 +119,10 @@ def test_chat_on_a_base_model_says_what_to_do(llm: LLM, monkeypatch: pytest.Monk
     assert output.prompt == "# user: hello\n"
     with pytest.raises(RequestError, match="'role'"):
         llm.chat([{"content": "hello"}], chat_template=template)
-    with pytest.raises(RequestError, match="chat template refused"):
+    with pytest.raises(RequestError, match="not valid Jinja"):
         llm.chat(messages, chat_template="{% if %}")
+    with pytest.raises(RequestError, match="chat template refused"):
+        llm.chat(messages, chat_template="{{ raise_exception('no') }}")
 
 
 def test_empty_prompt(llm: LLM) -> None:

@@ -145,6 +145,17 @@ class SpeculationChoice:
             raise RequestError(f"speculation: method {method!r} drafts no trees for {name}")
         return dynamic
 
+    def _check_registered(self, rule: str) -> None:
+        """A rule that a program registered. Raises RequestError."""
+        if self._elsewhere:
+            raise RequestError(
+                f"speculation: rule {rule!r}: ranks do not have what their engine's process registers"
+            )
+        try:
+            get_rule(rule)  # it may be none
+        except ConfigError as error:
+            raise RequestError(f"speculation: {error}") from None
+
     def _rule(self, params: SamplingParams, asked: Any, config: SpeculativeConfig | None) -> str:
         if asked is not None:
             asked = "rejection" if asked == "standard" else asked
@@ -153,14 +164,8 @@ class SpeculationChoice:
                 raise RequestError(
                     f"speculation: unknown rule {shown(asked)}{suggest(str(asked), names)}; valid: {', '.join(names)}"
                 )
-            if self._elsewhere and asked not in (*RULES, "greedy"):
-                raise RequestError(
-                    f"speculation: rule {asked!r}: ranks do not have what their engine's process registers"
-                )
-            try:
-                get_rule(asked)  # one that a program registered may be no rule
-            except ConfigError as error:
-                raise RequestError(f"speculation: {error}") from None
+            if asked not in (*RULES, "greedy"):
+                self._check_registered(asked)
         engine = next((d.rule for d in self._drafters.values() if d.rule is not None), None)
         chosen: str | None = asked or (config.rule if config is not None else None) or engine
         if chosen == "synthetic" and engine != "synthetic":
