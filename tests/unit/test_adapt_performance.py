@@ -176,3 +176,17 @@ def test_the_first_steps_of_a_size_do_not_say_what_it_takes() -> None:
     answers = [model.observe_target(wild, 0.02) for _ in range(3)]
     assert answers[0] < 2 * target(1, 6, 100) and answers[1] < 0.02
     assert answers[2] == pytest.approx(0.02, rel=0.1)
+
+
+def test_what_look_ups_take_says_nothing_of_the_machine() -> None:
+    """2 us or 20 are nothing to a step; as news of the machine they made plain steps seem three times as long."""
+    model = PerformanceModel()
+    learn(model, 16, 16, 9)
+    before = model.target_time(16, 16, 1600)
+    for i in range(40):
+        model.observe_draft("look-up", 16, 4, 0, False, 2e-6 if i < 10 else 2e-5)
+        if i % 4 == 0:
+            learn(model, 16, 40, 1)
+    assert model.target_time(16, 16, 1600) == pytest.approx(before, rel=0.05)
+    learn(model, 16, 16, 9, factor=2.0)  # a machine that is slower does show
+    assert model.target_time(16, 40, 1600) == pytest.approx(2 * target(16, 40, 1600), rel=0.1)

@@ -261,7 +261,7 @@ class AdaptiveController(Controller):
         if not untimed:  # what was guessed by the target's part says nothing of that
             usual = self.model.observe_target(shape, usual)
         if drafting:
-            usual += self._drafting_time.observe(draft_time, shape, planned, guessed=untimed)
+            usual += self._drafting_time.observe(draft_time, shape, planned)
         if drafting and shape.prompt_rows:
             self._book_reading(draft_time)
         if decoding:

@@ -78,9 +78,18 @@ class TimeCurve:
     """Seconds as a function of sizes: medians where they were measured, a fit (relative least squares, weights >= 0)
     where not, scaled to agree with the measured points around."""
 
-    def __init__(self, prior: Sequence[float], speed: Speed, axes: tuple[float, float, float]) -> None:
+    def __init__(
+        self,
+        prior: Sequence[float],
+        speed: Speed,
+        axes: tuple[float, float, float],
+        *,
+        tells_speed: bool = False,
+    ) -> None:
         """``prior``: relative weights of the features before anything is known. ``axes``: how far apart two points are
-        whose keys differ by one in each place."""
+        whose keys differ by one in each place. ``tells_speed``: its measurements say how fast the machine is. Those of
+        drafters do not: a look-up takes 2 us or 20, and where nobody times them they are what other times left over."""
+        self._tells_speed = tells_speed
         self._axes_np = np.array(axes)
         self._prior_np = np.asarray(prior, np.float64)
         self._weights: tuple[float, ...] | None = None
@@ -104,12 +113,9 @@ class TimeCurve:
         cells = map(self._cells.get, keys)
         return sum(cell.count for cell in cells if cell is not None)
 
-    def observe(
-        self, key: Key, features: tuple[float, ...], seconds: float, *, guessed: bool = False
-    ) -> float:
+    def observe(self, key: Key, features: tuple[float, ...], seconds: float) -> float:
         """One measurement; answers what such a step takes by now, and what it was believed to take where few were
-        measured: the first one may be of cold caches or a busy machine. ``guessed``: it is what other times left over,
-        and says nothing of the machine's speed, by which those were reckoned."""
+        measured: the first one may be of cold caches or a busy machine."""
         seconds = max(seconds, _TICK)
         self._measurements += 1
         cell = self._cells.get(key)
@@ -123,7 +129,7 @@ class TimeCurve:
         elif self._measurements - cell.last > _STALE:
             # What was measured long ago, perhaps while a neighbour was busy, counts as two samples among the new ones.
             cell.ring = [cell.median] * 2
-        elif cell.count >= _KNOWN and cell.median > 0 and not guessed:
+        elif cell.count >= _KNOWN and cell.median > 0 and self._tells_speed:
             self._speed.observe(seconds / (cell.median * self._from(cell, features)))
         cell.last = self._measurements
         cell.add(seconds / self._speed.value, features)

@@ -21,9 +21,8 @@ class DraftingTime:
         target = self._model.target_time(shape.requests, shape.rows, shape.context, shape.sampled)
         return max(seconds - target, 0.0) if target > 0 and not shape.prompt_rows else 0.0
 
-    def observe(self, seconds: float, shape: StepShape, planned: Planned, *, guessed: bool = False) -> float:
-        """Share the time of all drafters among the groups as the model predicts it; answers the prediction.
-        ``guessed``: it is what `guess` said."""
+    def observe(self, seconds: float, shape: StepShape, planned: Planned) -> float:
+        """Share the time of all drafters among the groups as the model predicts it; answers the prediction."""
         drafting = planned.drafting.items()
         guesses = [
             self._model.draft_time(group.method, n, nodes, lag, group.sampled)
@@ -34,7 +33,7 @@ class DraftingTime:
             return total
         for (group, (n, nodes, lag)), guess in zip(drafting, guesses, strict=True):
             part = seconds * (guess / total if total > 0 else 1.0 / len(guesses))
-            self._model.observe_draft(group.method, n, nodes, lag, group.sampled, part, guessed=guessed)
+            self._model.observe_draft(group.method, n, nodes, lag, group.sampled, part)
             if lag and not group.cap:
                 usual = self._model.draft_time(group.method, n, nodes, sampled=group.sampled)
                 self._explorer.spend(max(part - usual, 0.0))

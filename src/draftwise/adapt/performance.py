@@ -96,7 +96,8 @@ class PerformanceModel:
     def _target(self, sampled: bool) -> TimeCurve:
         curve = self._targets.get(sampled)
         if curve is None:
-            curve = self._targets[sampled] = TimeCurve(_TARGET_PRIOR, self._speed, (1.0, 1.0, 2.0 / _OCTAVE))
+            axes = (1.0, 1.0, 2.0 / _OCTAVE)
+            curve = self._targets[sampled] = TimeCurve(_TARGET_PRIOR, self._speed, axes, tells_speed=True)
         return curve
 
     def _drafter(self, method: str, sampled: bool) -> TimeCurve:
@@ -171,13 +172,11 @@ class PerformanceModel:
         catch_up: int,
         sampled: bool,
         seconds: float,
-        *,
-        guessed: bool = False,
     ) -> None:
-        """A drafter's part of a step. ``guessed``: see `TimeCurve.observe`."""
+        """A drafter's part of a step."""
         key = (bucket(requests), nodes, catch_up.bit_length())
         features = _draft_features(requests, nodes, catch_up)
-        self._drafter(method, sampled).observe(key, features, seconds, guessed=guessed)
+        self._drafter(method, sampled).observe(key, features, seconds)
 
     def teach_target(
         self, requests: int, rows: int, context: int, seconds: float, sampled: bool = False
