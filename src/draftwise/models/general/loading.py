@@ -183,9 +183,8 @@ def _prepared(
                 restore_read(model)  # before numbers are compared: what else there is, is made up
             units = units_of(model, config.vocab_size)
             reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
-        if (
-            restore_read(model) and rounded
-        ):  # what was read is floats again, and was not: Mamba's output layer
+        if restore_read(model) and rounded:
+            # what was read is floats again, and was not: Mamba's output layer
             reference = Reference.of(model, config.vocab_size, config.max_model_len, chain=bool(units))
         rows = any(isinstance(m, StoredLinear) and m.layer.rounds_rows for m in model.modules())
         decoder, linears = _served(model, config, ops, reference, units, rounded or rows)
