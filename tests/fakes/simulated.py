@@ -84,6 +84,9 @@ class _Times(StepTimes):
     ) -> float:
         return self._kept(self.world.draft(method, requests, nodes) + self.world.catch_up * catch_up)
 
+    def reading_time(self, method: str, start: int, end: int) -> float:
+        return self._kept(self.world.catch_up * (end - start))
+
     def prompt_time(self, start: int, end: int, alone: bool) -> float:
         self.plain += self.world.prompt * (end - start) / 1000
         return self._kept(self.world.prompt * (end - start))

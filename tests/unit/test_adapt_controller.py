@@ -358,12 +358,12 @@ def test_kinds_of_trees_that_requests_make_up_are_bounded() -> None:
     controller = AdaptiveController()
     for rid in range(3000):
         controller.begin(1)
-        controller.admit(rid, tree(rid), 8)
+        controller.admit(rid, tree(rid), 8, 100)
         assert controller.draft_budget(rid, tree(rid), 1) > 0
         controller.forget(rid)
     assert len(controller._groups) == MAX_GROUPS
     for rid in range(3000, 4000):
-        controller.admit(rid, tree(rid), 8)
+        controller.admit(rid, tree(rid), 8, 100)
     assert len(controller._groups) <= MAX_GROUPS + 2
     kinds = {id(drafter.group) for drafter in controller._drafters.values() if drafter is not None}
     assert kinds <= {id(group) for group in controller._groups}, "a request's group was dropped"

@@ -102,6 +102,22 @@ def test_the_loss_is_bounded_where_drafts_are_good_and_rows_too_dear(n: int, cos
     assert 5 / sum(1 / g for g in gains) > 0.97
 
 
+@pytest.mark.parametrize(("more", "drafts"), [(12, False), (300, True)])
+def test_requests_that_end_soon_do_not_catch_up(more: int, drafts: bool) -> None:
+    """Twelve of sixteen end, and for the four that are left drafting would pay, but for the 100 tokens that their
+    drafter has not seen: 8 ms, where their twelve tokens take 4."""
+    simulation = make(0.9, noisy=False, catch_up=0.02)
+    serve(simulation, 4, 200)  # what drafting gains with four is known
+    for _ in range(4):
+        simulation.add(12, tokens=100)
+        last = simulation.add(4, tokens=100 + more)
+        steps = []
+        while simulation.core.has_work:
+            steps += simulation.run(1)
+    behind = [step for step in steps if step.requests == 4 and not set(step.budgets) - set(last)]
+    assert any(any(step.budgets.values()) for step in behind) == drafts
+
+
 def test_a_head_that_does_not_pay_is_told_nothing() -> None:
     simulation = make(0.2, noisy=False, follow=0.01)
     serve(simulation, 64, 60)

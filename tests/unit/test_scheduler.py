@@ -28,7 +28,7 @@ class Recorder(StaticController):
         self.grants: list[tuple[int, int]] = []
         self.shapes: list[StepShape] = []
 
-    def admit(self, rid: int, speculation: Speculation, missing: int) -> None:
+    def admit(self, rid: int, speculation: Speculation, missing: int, remaining: int) -> None:
         self.admitted.append(rid)
 
     def granted(self, rid: int, nodes: int) -> None:

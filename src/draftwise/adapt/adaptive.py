@@ -109,7 +109,7 @@ class AdaptiveController(Controller):
             if group.resting:
                 self._following.renew(group, members, self._step, self._explorer.funds, prices)
 
-    def admit(self, rid: int, speculation: Speculation, missing: int) -> None:
+    def admit(self, rid: int, speculation: Speculation, missing: int, remaining: int) -> None:
         drafter = self._drafters.get(rid, _NEW)
         if drafter is _NEW:
             drafter = self._enter(rid, speculation)
@@ -117,6 +117,7 @@ class AdaptiveController(Controller):
             return
         drafter.behind, drafter.drafted = max(missing - 1, 0), self._step - 1
         drafter.waiting = drafter.probe = 0
+        drafter.remaining = remaining
         if drafter.group.follows:
             self._following.admit(drafter, missing, self._explorer.funds, self._decisions.prices)
 
@@ -309,6 +310,7 @@ class AdaptiveController(Controller):
             if drafter is None:
                 continue
             drafter.waiting = proposed
+            drafter.remaining -= size
             if self._seated and drafter.group.follows and rid not in asked and rid not in self.resting:
                 apart = True
             if rid in asked and size:

@@ -31,7 +31,8 @@ the others' drafts with every token, and ends after them, in a small batch; and 
 _WAKE = 0.05
 """The same for a resting group: its drafters missed the beginning of requests and draft worse for a while."""
 _CATCH_UP_STEPS = 64
-"""Steps on which the price of catching up on what was not drafted for is laid."""
+"""The most steps on which the price of catching up on what was not drafted for is laid; fewer, where a request ends
+before."""
 NEVER = 1 << 62
 """A step that does not come."""
 _OWN_ROWS = 32
@@ -109,6 +110,7 @@ class Drafter:
     rid: int = -1
     behind: int = 0  # tokens that the drafter has to see besides one for each step since `drafted`
     ready: int = 0  # step from which on its drafter has seen enough to draft well
+    remaining: int = NEVER  # tokens to come, at most
     glances: bool = False  # see `Following.glance`
     _table: tuple[dict[int, int], bool, bytes] | None = None  # see `cut_table`
 
@@ -207,29 +209,31 @@ def make_option(
     if count > 1:
         half = model.draft_time(group.method, count // 2, cap, sampled=group.sampled)
         draft_price = max(whole - half, 0.0) / (count - count // 2) * rate
+    lags = [member.lag(prices.step) for member in members]
+    late = 0.0  # seconds per token that drafters have to catch up on, of requests that did not draft
+    if sum(lags) > count:
+        late = model.catch_up_time(group.method, count, cap, sum(lags), group.sampled) / sum(lags)
     option = Option(cap, row_price=row_price)
     drafting = 0
-    for member in members:
+    for member, lag in zip(members, lags, strict=True):
         nodes = min(cap, member.most)
         tokens, rows = _expected(group, member, nodes, row_price)
+        catch_up = late * lag / min(_CATCH_UP_STEPS, max(member.remaining / (1 + tokens), 1.0))
         # Alone, or where all do as one, the comparison of options says whether it pays; else each has to pay for
         # itself.
-        cost = row_price * rows + draft_price
+        cost = row_price * rows + draft_price + catch_up * rate
         on = count == 1 or prices.together or tokens > (_PATIENCE * cost if member.budget else cost + SWITCH)
         option.members.append((member, on))
         if on:
             drafting += 1
             option.tokens += tokens
             option.rows += rows
+            option.draft_time += catch_up
     if not drafting:
         return Option(0)
-    option.draft_time = (
+    option.draft_time += (
         whole if drafting == count else model.draft_time(group.method, drafting, cap, sampled=group.sampled)
     )
-    lag = sum(member.lag(prices.step) for member, on in option.members if on)
-    if lag > drafting:  # drafters have to catch up on requests that did not draft
-        late = model.catch_up_time(group.method, drafting, cap, lag, group.sampled)
-        option.draft_time += late / _CATCH_UP_STEPS
     return option
 
 

@@ -85,8 +85,11 @@ class Controller(ABC):
         returned comes back as `StepShape.note`: ahead, the next step is planned before this one is observed."""
         return None
 
-    def admit(self, rid: int, speculation: Speculation, missing: int) -> None:  # noqa: B027
-        """A request takes its place, with ``missing`` tokens to compute; again, if it was preempted."""
+    def admit(  # noqa: B027
+        self, rid: int, speculation: Speculation, missing: int, remaining: int
+    ) -> None:
+        """A request takes its place, with ``missing`` tokens to compute and at most ``remaining`` tokens to come; again
+        if it was preempted."""
 
     @abstractmethod
     def draft_budget(self, rid: int, speculation: Speculation, batch_size: int) -> int:

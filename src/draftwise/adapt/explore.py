@@ -18,7 +18,9 @@ _DEAREST = 2.0
 """A probe that needs so many full purses to catch up on what was not drafted for is not made."""
 _HOPELESS = 4.0
 """Where not even perfect drafts would pay, by what is believed of their costs, so many times fewer probes are made."""
-
+_LEAST_REMAINING = 16
+"""A request that ends before so many tokens is not probed: it would catch up on all of its tokens for one draft or two.
+"""
 _SURE = 9
 """Samples of a plain step that are enough."""
 
@@ -52,7 +54,7 @@ class Explorer:
         self._step = self._pause_until = 0
         self._next_look = 0  # step
         self._funds = 0.0  # seconds that may be spent
-        self._row_cost = self._probe_cost = 0.0  # seconds per row of a probe, and per node drafted
+        self._row_cost = 0.0  # seconds per row of a probe
         self._plain_seen: dict[int, int] = {}  # class of the batch -> step of the last plain measurement
 
     def begin(self, step: int) -> None:
@@ -93,16 +95,31 @@ class Explorer:
     # -------------------------------------------------------------------------------------- outcomes of probes
 
     def take_outcome(self, drafter: Drafter, drafted: int, accepted: int, prices: Prices | None) -> bool:
-        """A probe of ``drafted`` nodes was verified. Answers whether it succeeded and goes on, longer."""
-        if prices is not None:  # what it brought in pays for the next
-            self._funds += accepted * prices.plain / prices.requests
-        if drafter.group.hopeful and 2 * accepted > drafted and drafter.streak < _LONGEST_STREAK:
-            drafter.streak += 1
-            drafter.probe = min(2 * drafted, drafter.most)
-            self._funds -= self._probe_cost * drafter.probe  # later probes wait for that
-            return True
+        """A probe of ``drafted`` nodes was verified. Answers whether it succeeded and goes on, longer. What it brought
+        pays for it, or savings do."""
+        if prices is not None:
+            gained = accepted * prices.plain / prices.requests
+            self._funds += gained
+            if drafter.group.hopeful and 2 * accepted > drafted and drafter.streak < _LONGEST_STREAK:
+                nodes = min(2 * drafted, drafter.most)
+                price = self._price(drafter.group, 1, nodes, prices)
+                if price <= max(self._funds, gained):
+                    self._funds -= price
+                    drafter.streak += 1
+                    drafter.probe = nodes
+                    return True
         drafter.probe = drafter.streak = 0
         return False
+
+    def _price(self, group: Group, count: int, nodes: int, prices: Prices) -> float:
+        """Seconds that it takes if so many requests more draft ``nodes`` nodes: their drafts, and their rows unless
+        `take_proposal` pays for these."""
+        seconds = self._model.draft_time(group.method, count, nodes, sampled=group.sampled)
+        return seconds if group.evident else seconds + self._rows_price(count * nodes, prices)
+
+    def _rows_price(self, rows: int, prices: Prices) -> float:
+        n = prices.requests
+        return max(self._model.target_time(n, n + rows, prices.context, prices.sampled) - prices.plain, 0.0)
 
     def take_proposal(self, drafter: Drafter, proposed: int) -> None:
         """A probe has led to a proposal of this many nodes."""
@@ -170,7 +187,7 @@ class Explorer:
         step = self._step
         need = float("inf")
         for group, members in groups:
-            idle = [m for m in members if not m.budget and not m.probe]
+            idle = [m for m in members if not (m.budget or m.probe or m.remaining < _LEAST_REMAINING)]
             if idle:
                 self._next_look = step + self._steps(4)
                 ready = [m for m in idle if m.ready <= step]
@@ -190,19 +207,14 @@ class Explorer:
     def _probe(self, group: Group, idle: list[Drafter], prices: Prices) -> float:
         """Let some of those who do not draft make one draft, those first who never did or whose turn it is; short,
         unless drafting costs nothing to speak of. Answers its price in seconds; 0: done."""
-        n, model = prices.requests, self._model
         count = max(1, len(idle) // 16)
         idle.sort(key=lambda m: m.last_probe)
         chosen = idle[:count]
         nodes = max(m.most for m in chosen) if group.evident else 1
-        cost = model.draft_time(group.method, count, nodes, sampled=group.sampled)
         rows = count * min(nodes, 4)
-        more = model.target_time(n, n + rows, prices.context, prices.sampled) - prices.plain
-        self._row_cost = max(more, 0.0) / rows
-        if not group.evident:
-            cost += max(more, 0.0)
-        self._probe_cost = cost / nodes / count
-        cost = min(cost, prices.plain)  # what seems dearer is tried too: the belief may be wrong
+        self._row_cost = self._rows_price(rows, prices) / rows
+        # What seems dearer is tried too: the belief may be wrong.
+        cost = min(self._price(group, count, nodes, prices), prices.plain)
         if not group.hopeful:
             cost *= _HOPELESS
         late = self._catch_up(group, chosen, nodes)
@@ -246,7 +258,7 @@ class Explorer:
         self._funds -= cost
         self.num_probes += len(idle)
         group.last_deep = self._step
-        self._probe_cost = self._row_cost = 0.0
+        self._row_cost = 0.0
         for member in idle:
             member.probe, member.streak = min(nodes, member.most), _LONGEST_STREAK
             member.last_probe = self._step

@@ -325,7 +325,7 @@ class Scheduler:
         missing = request.num_tokens - cached
         fresh = self.kv.reserve(rid, missing)
         assert fresh is not None, "what was granted is there"
-        self._controller.admit(rid, request.speculation, missing)
+        self._controller.admit(rid, request.speculation, missing, request.max_total - request.num_tokens)
         self._waiting.remove(request)
         request.status = RequestStatus.RUNNING
         request.num_computed = cached
