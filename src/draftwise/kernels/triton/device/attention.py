@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from draftwise.kernels.triton.device.compiled import kernel
-from draftwise.kernels.triton.device.fp8 import from_fp8
+from draftwise.kernels.triton.device.tiles import keys_and_values, scores_of, with_tile
 
 
 @kernel("positions", "lasts", "paths")
@@ -145,44 +145,18 @@ def partial_attention(
                 in_tree = taken & (p >= tl.where(own, ctx, 2147483647))
                 node = tl.load(paths + (first_row + which) * 64 + (p - ctx), mask=in_tree, other=0)
                 key = tl.where(in_tree, ctx + node, p)
-                page = tl.load(tables + r * table_stride + key // PAGE, mask=taken, other=0)
-                entry = page.to(tl.int64) * PAGE + key % PAGE
-                at = entry * (2 * KV_HEADS)
-                k = tl.load(
-                    kv + (at + head)[None, :] * DIM + d[:, None],
-                    mask=taken[None, :] & in_dim[:, None],
-                    other=0,
+                # fmt: off
+                k, v = keys_and_values(
+                    query, kv, scales, tables + r * table_stride, key, taken, head, PAGE, KV_HEADS, DIM, DIM_PAD, CODES,
+                    FP8,
                 )
-                v = tl.load(
-                    kv + (at + KV_HEADS + head)[:, None] * DIM + d[None, :],
-                    mask=taken[:, None] & in_dim[None, :],
-                    other=0,
-                )
-                if CODES:
-                    k_scale = tl.load(scales + at + head, mask=taken, other=0.0)
-                    v_scale = tl.load(scales + at + KV_HEADS + head, mask=taken, other=0.0)
-                    if FP8:
-                        k = from_fp8(k)
-                        v = from_fp8(v)
-                    k = k.to(tl.float32) * k_scale[None, :]
-                    v = v.to(tl.float32) * v_scale[:, None]
-                k = k.to(query.dtype)
-                v = v.to(query.dtype)
-                scores = tl.dot(query, k, input_precision="ieee") * scale
-                if CAPPED:
-                    # softcap * tanh(x / softcap): tanh(y) = 1 - 2 / (exp(2 y) + 1), y bounded where it is 1 anyway
-                    y = tl.minimum(tl.maximum(scores / softcap, -15.0), 15.0)
-                    scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
+                # fmt: on
+                scores = scores_of(query, k, scale, softcap, CAPPED)
                 seen = live[:, None] & taken[None, :] & (p[None, :] <= end[:, None])
                 if WINDOWED:
                     seen = seen & (pos[:, None] - p[None, :] < window)
                 scores = tl.where(seen, scores, float("-inf"))
-                new_best = tl.maximum(best, tl.max(scores, 1))
-                safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # nothing seen yet: no -inf - -inf
-                keep = tl.exp(best - safe)
-                weights = tl.exp(scores - safe[:, None])
-                new_total = total * keep + tl.sum(weights, 1)
-                new_acc = acc * keep[:, None] + tl.dot(weights.to(query.dtype), v, input_precision="ieee")
+                new_best, new_total, new_acc = with_tile(query, scores, v, best, total, acc)
                 mine = (row >= tl.where(own, which, 0)) & (row <= tl.where(own, which, BLOCK_M))
                 best = tl.where(mine, new_best, best)
                 total = tl.where(mine, new_total, total)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from draftwise.kernels.triton.device.compiled import kernel
-from draftwise.kernels.triton.device.fp8 import from_fp8
+from draftwise.kernels.triton.device.tiles import keys_and_values, scores_of, with_tile
 
 
 @triton.jit
@@ -44,36 +44,14 @@ def over_tiles(
 ):
     """Add every ``slots``-th tile of keys from ``first`` to before ``last`` to the lanes' sums. NODES: keys from the
     context on are a tree's, of which a lane sees those in its ``bits``."""
-    d = tl.arange(0, DIM_PAD)
-    in_dim = d < DIM
     offsets = tl.arange(0, BLOCK_N)
     for tile in tl.range(first, last, slots):
         p = tile * BLOCK_N + offsets
         taken = (p >= floor) & (p < stop)
-        page = tl.load(table + p // PAGE, mask=taken, other=0)
-        at = (page.to(tl.int64) * PAGE + p % PAGE) * (2 * KV_HEADS)
-        k = tl.load(
-            kv + (at + head)[None, :] * DIM + d[:, None], mask=taken[None, :] & in_dim[:, None], other=0
+        k, v = keys_and_values(
+            query, kv, scales, table, p, taken, head, PAGE, KV_HEADS, DIM, DIM_PAD, CODES, FP8
         )
-        v = tl.load(
-            kv + (at + KV_HEADS + head)[:, None] * DIM + d[None, :],
-            mask=taken[:, None] & in_dim[None, :],
-            other=0,
-        )
-        if CODES:
-            k_scale = tl.load(scales + at + head, mask=taken, other=0.0)
-            v_scale = tl.load(scales + at + KV_HEADS + head, mask=taken, other=0.0)
-            if FP8:
-                k = from_fp8(k)
-                v = from_fp8(v)
-            k = k.to(tl.float32) * k_scale[None, :]
-            v = v.to(tl.float32) * v_scale[:, None]
-        k = k.to(query.dtype)
-        v = v.to(query.dtype)
-        scores = tl.dot(query, k, input_precision="ieee") * scale
-        if CAPPED:
-            y = tl.minimum(tl.maximum(scores / softcap, -15.0), 15.0)  # as in `partial_attention`
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
+        scores = scores_of(query, k, scale, softcap, CAPPED)
         seen = live[:, None] & taken[None, :] & (p[None, :] <= end[:, None])
         near = seen
         if WINDOWED:
@@ -83,13 +61,7 @@ def over_tiles(
             own = ((bits[:, None] >> node[None, :]) & 1) != 0
             near = tl.where((p < ctx)[None, :], near, seen & own)
         scores = tl.where(near, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        keep = tl.exp(best - safe)
-        weights = tl.exp(scores - safe[:, None])
-        total = total * keep + tl.sum(weights, 1)
-        acc = acc * keep[:, None] + tl.dot(weights.to(query.dtype), v, input_precision="ieee")
-        best = new_best
+        best, total, acc = with_tile(query, scores, v, best, total, acc)
     return best, total, acc
 
 
