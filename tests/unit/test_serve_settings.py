@@ -152,3 +152,14 @@ def test_names_of_the_model_in_a_file_are_texts(value: str, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="served_model_name: expected a name or a list of names"):
         from_file(tmp_path, f"served_model_name: {value}\n")
     assert from_file(tmp_path, "served_model_name: [a, b]\n")[1].model_names == ("a", "b")
+
+
+def test_several_names_of_the_model_as_flags() -> None:
+    """As vLLM has them, separated by blanks, and by commas."""
+    for names in (["a", "b"], ["a,b"]):
+        engine, server = settings(arguments("M", "--served-model-name", *names, "--port", "1"))
+        assert server.model_names == ("a", "b") and engine["model"] == "M" and server.port == 1
+        engine, server = settings(arguments("--served-model-name", *names))
+        assert server.model_names == ("a", "b") and "model" not in engine
+    engine, server = settings(arguments("--served-model-name", "a", "organisation/model"))
+    assert server.model_names == ("a",) and engine["model"] == "organisation/model"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,13 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, seed_flag: str = "--seed") -> None:
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, seed_flag: str = "--seed", several_names: bool = False
+) -> None:
     """One flag per option of `EngineConfig`, the speculative ones, and hidden ones for other spellings.
 
     ``seed_flag``: a command that samples needs ``--seed`` for the request and names the engine's otherwise.
+    ``several_names``: ``--served-model-name`` takes all names that follow it, as a list.
     """
     group = parser.add_argument_group("engine (- or _ in names; true/false may follow a switch)")
     for f in fields(EngineConfig):
@@ -44,7 +48,11 @@ def add_engine_options(parser: argparse.ArgumentParser, *, seed_flag: str = "--s
         switch = f.metadata["to"] is boolean
         metavar = "BOOL" if switch else f.metadata["metavar"] or f.name.rpartition("_")[2].upper()
         group.add_argument(
-            *flags, dest=f"engine_{f.name}", metavar=metavar, help=f.metadata["help"].replace("%", "%%")
+            *flags,
+            dest=f"engine_{f.name}",
+            metavar=metavar,
+            help=f.metadata["help"].replace("%", "%%"),
+            nargs="+" if several_names and f.name == "served_model_name" else None,
         )
     group.add_argument(
         "--speculative-config",
@@ -81,6 +89,15 @@ def engine_kwargs(args: argparse.Namespace) -> dict[str, Any]:
             entries.extend(loaded if isinstance(loaded, list) else [loaded])
         given["speculative_config"] = [entry for entry in entries if entry is not None]
     return given
+
+
+def split_names(given: Sequence[str]) -> list[str]:
+    """Names that were separated by blanks or by commas.
+
+    >>> split_names(["a,b", "c"])
+    ['a', 'b', 'c']
+    """
+    return [name for part in given for name in part.split(",")]
 
 
 def _json(flag: str, text: str) -> Any:

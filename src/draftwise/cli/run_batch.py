@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from draftwise.cli.errors import UsageError
 from draftwise.cli.inputs import read_stdin
 from draftwise.cli.numbers import positive
-from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
+from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs, split_names
 from draftwise.cli.report import note, progress
 from draftwise.errors import install
 
@@ -48,7 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="requests that are answered side by side (64)",
     )
-    add_engine_options(parser)
+    add_engine_options(parser, several_names=True)
     parser.set_defaults(run=run)
 
 
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     from draftwise.server.config import DEFAULT_MODEL_NAME, ServerConfig
 
     options = engine_kwargs(args)
-    names: Any = options.pop("served_model_name", None) or options.get("model") or DEFAULT_MODEL_NAME
-    config = ServerConfig(model_names=(names,) if isinstance(names, str) else tuple(names))
+    names = split_names(options.pop("served_model_name", None) or ())
+    config = ServerConfig(model_names=tuple(names or [options.get("model") or DEFAULT_MODEL_NAME]))
 
     async def work(output: TextIO) -> tuple[int, int]:
         async with AsyncLLM(**options) as llm:

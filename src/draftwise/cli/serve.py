@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.errors import UsageError
-from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs
+from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs, split_names
 from draftwise.cli.serve_foreign import SWITCHES, add_foreign, take_server_flags, tell_server_flags
 from draftwise.cli.serve_planner import add_planner_flags, make_service
 from draftwise.cli.serve_ray import add_ray, serve_on_ray, wants_ray
@@ -151,7 +151,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--uvicorn-log-level", dest="server_log_level", **hidden)  # type: ignore[arg-type]
     add_ray(parser)
     add_foreign(parser)
-    add_engine_options(parser)
+    add_engine_options(parser, several_names=True)
     parser.set_defaults(run=run)
 
 
@@ -264,8 +264,13 @@ def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
         engine["model"] = args.positional_model
     interval_off = engine.pop("disable_log_stats", None)
     names = engine.pop("served_model_name", None)
-    if isinstance(names, str):
-        names = tuple(names.split(",")) if "," in names else (names,)
+    if "served_model_name" in given:
+        last = names[-1]
+        if len(names) > 1 and not engine.get("model") and ("/" in last or os.path.isdir(last)):
+            engine["model"] = names.pop()  # --served-model-name NAME MODEL
+        names = split_names(names)
+    elif isinstance(names, str):
+        names = split_names([names])
     elif names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
         raise ConfigError(f"served_model_name: expected a name or a list of names, got {shown(names)}")
     server = {
