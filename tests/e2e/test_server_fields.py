@@ -157,6 +157,10 @@ def test_what_the_template_is_told(server: RunningServer) -> None:
     assert error(server, "/v1/responses", input="x", reasoning={"effort": 5})["param"] == "reasoning"
 
 
+def test_no_alternatives_need_no_logprobs(server: RunningServer) -> None:
+    assert chat(server, top_logprobs=0)["choices"][0]["logprobs"] is None
+
+
 def test_tokens_as_ids(server: RunningServer) -> None:
     asked = {"prompt": "ab", "logprobs": 2, "return_tokens_as_token_ids": True}
     found = complete(server, **asked)

@@ -207,6 +207,7 @@ def test_structured_answers(client: Any) -> None:
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "'web_search_call' are not supported"),
         ({"input": [{"type": "reasoning", "content": [{"a": 1}]}]}, "content of reasoning is a list"),
         ({"background": True}, "background is not supported"),
+        ({"top_logprobs": 1}, "top_logprobs is not supported"),
         ({"truncation": "auto"}, "truncation"),
     ],
 )
@@ -223,6 +224,7 @@ def test_what_says_nothing_is_taken(client: Any) -> None:
         background=False,
         include=[],
         store=True,
+        top_logprobs=0,
         truncation="disabled",
     )
     assert answer.store is False and answer.previous_response_id is None

@@ -121,7 +121,7 @@ class UnknownFields:
             if name in known:
                 out[name] = value
             elif name in refused:
-                if not (value is None or value is False or value == []):
+                if value not in (None, False, 0, []):
                     raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
             elif name not in NO_EFFECT:
                 self._unknown(name, known)

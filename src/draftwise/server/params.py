@@ -47,7 +47,7 @@ def chat_params(
     _check_limit("max_completion_tokens", body.max_completion_tokens)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     more: dict[str, Any] = {"max_tokens": limit}
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.logprobs:
         more["logprobs"] = top = body.top_logprobs or 0
