@@ -144,6 +144,7 @@ def test_unset_sampling_flags_keep_the_defaults() -> None:
         (["chat", "--json"], ["--json"]),
         (["chat", "hello", "--n", "2"], ["--n"]),
         (["chat", "hello", "--chat-template", "NO_TEXT"], ["--chat-template", "UTF-8"]),
+        (["chat", "hello", "--chat-template", "{{ 1 }"], ["--chat-template: not valid Jinja (line 1)"]),
         (["tokenize", "x", "--add-special-tokens=maybe"], ["--add-special-tokens", "maybe"]),
         (["tokenize", "x", "--trust-remote-code=yes"], ["--trust-remote-code", "yes"]),
         (["demo", "--rounds", "-1"], ["--rounds"]),

@@ -112,8 +112,25 @@ def test_what_says_nothing_without_origins_is_refused(flags: tuple[str, ...]) ->
 
 def test_a_template_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "template").write_bytes("é".encode("latin-1"))
-    with pytest.raises(UsageError, match=r"--chat-template .*template: no text file"):
+    with pytest.raises(UsageError, match=r"--chat-template .*template: not UTF-8 text"):
         settings(arguments("--chat-template", str(tmp_path / "template")))
+
+
+def test_a_template_that_is_not_valid_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--chat-template .*missing.jinja: No such file"):
+        settings(arguments("--chat-template", str(tmp_path / "missing.jinja")))
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for m in messages %}\n{{ m.content }")
+    with pytest.raises(
+        UsageError, match=r"--chat-template .*chat.jinja: not valid Jinja \(line 2\): unexpected"
+    ):
+        settings(arguments("--chat-template", str(file)))
+    with pytest.raises(
+        UsageError, match=r"--chat-template: not valid Jinja \(line 1\): No filter named 'no'"
+    ):
+        settings(arguments("--chat-template", "{{ messages | no }}"))
+    good = "{% for m in messages %}{% generation %}{{ raise_exception('x') }}{% endgeneration %}{% break %}{% endfor %}"
+    assert settings(arguments("--chat-template", good))[1].chat_template == good
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 300, ".a"])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.conversation import Conversation, add_quick, banner, one_text
 from draftwise.cli.errors import UsageError
-from draftwise.cli.inputs import decode
+from draftwise.cli.inputs import read_template
 from draftwise.cli.options import (
     ENGINE_BOOLEANS,
     SAMPLING_BOOLEANS,
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     message = one_text(args.message, args.quick)
     if args.json and message is None:
         raise UsageError("--json needs a message")
-    template = _template(args.chat_template)
+    template = None if args.chat_template is None else read_template(args.chat_template)
     from draftwise import AsyncLLM
 
     options = engine_kwargs(args)
@@ -75,14 +75,3 @@ def run(args: argparse.Namespace) -> int:
         if sys.stdin.isatty():
             print(banner(llm, "Chat with"), flush=True)
         return conversation.run(runner)
-
-
-def _template(given: str | None) -> str | None:
-    """A template's text; a value without template markup is a file name."""
-    if given is None or "{" in given:
-        return given
-    try:
-        with open(given, "rb") as file:
-            return decode(file.read(), f"--chat-template {given}")
-    except OSError as error:
-        raise UsageError(f"--chat-template {given}: {error.strerror}") from None

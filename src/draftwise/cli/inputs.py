@@ -19,3 +19,26 @@ def decode(data: bytes, name: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{name}: not UTF-8 text (byte {error.start})") from None
+
+
+def read_template(given: str) -> str:
+    """The text of a chat template; a value without template markup is a file name. Raises UsageError if there is no
+    such file, or no template in it."""
+    name, text = "--chat-template", given
+    if "{" not in given:
+        name = f"--chat-template {given}"
+        try:
+            with open(given, "rb") as file:
+                text = decode(file.read(), name)
+        except OSError as error:
+            raise UsageError(f"{name}: {error.strerror}") from None
+        except ValueError:  # a name that no file can have
+            raise UsageError(f"{name}: no such file") from None
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([], chat_template=text)  # compiles it, and renders no conversation
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(f"{name}: not valid Jinja (line {error.lineno}): {error.message}") from None
+    return text

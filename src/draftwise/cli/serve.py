@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from draftwise.cli.errors import UsageError
+from draftwise.cli.inputs import read_template
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs, split_names
 from draftwise.cli.serve_foreign import SWITCHES, add_foreign, take_server_flags, tell_server_flags
 from draftwise.cli.serve_planner import add_planner_flags, make_service
@@ -290,23 +291,10 @@ def settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
     keys = server.pop("api_key", None) or os.environ.get("DRAFTWISE_API_KEY") or ()
     server["api_keys"] = (keys,) if isinstance(keys, str) else tuple(keys)
     if "chat_template" in server:
-        server["chat_template"] = _template(server["chat_template"])
+        server["chat_template"] = read_template(server["chat_template"])
     modules = server.pop("lora_modules", None) or ()
     server["lora_modules"] = parse_modules([modules] if isinstance(modules, str) else modules)
     if modules and not boolean("enable_lora", engine.get("enable_lora") or False):
         raise ConfigError("lora_modules: needs enable_lora")
     server["model_names"] = tuple(names or (engine.get("model") or DEFAULT_MODEL_NAME,))
     return engine, ServerConfig(**server)
-
-
-def _template(given: str) -> str:
-    """A template's text; a value without template markup is a file name."""
-    if "{" in given:
-        return given
-    try:
-        with open(given, encoding="utf-8") as file:
-            return file.read()
-    except OSError as error:
-        raise UsageError(f"--chat-template {given}: {error.strerror}") from None
-    except ValueError:  # not UTF-8, or a name that no file can have
-        raise UsageError(f"--chat-template {given}: no text file (UTF-8)") from None
