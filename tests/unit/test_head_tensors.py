@@ -61,6 +61,9 @@ def test_indexed_pickles(tmp_path: Path) -> None:
         scan_head(tmp_path)
     torch.save({"b": B}, tmp_path / "2.bin")
     same(scan_head(tmp_path))
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "../1.bin"}}')
+    with pytest.raises(ModelLoadError, match=r"not in its folder: \.\./1\.bin"):
+        scan_head(tmp_path)
     (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
     with pytest.raises(ModelLoadError, match="no weight_map"):
         scan_head(tmp_path)

@@ -143,6 +143,21 @@ def test_an_index_with_several_files(tmp_path: Path) -> None:
     fails(lambda: load(tmp_path), str(index))
 
 
+@pytest.mark.parametrize(
+    "file", ["../other/model.safetensors", "/other/model.safetensors", "a/model.safetensors"]
+)
+def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, file: str) -> None:
+    """Whoever wrote it must not choose what is read of the machine."""
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (write(folder) / "model.safetensors").unlink()
+    files = dict.fromkeys(tensors_of(CONFIG), file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    fails(lambda: load(folder), "names files that are not in its folder", file)
+
+
 def test_pieces_smaller_than_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copying row by row, with the file mapped anew all the time, gives the same weights."""
     folder = write(tmp_path)

@@ -169,12 +169,20 @@ def _copy_file(file: Path, names: Mapping[str, str], targets: Mapping[str, Tenso
 
 def _read_index(folder: Path) -> dict[str, str] | None:
     path = folder / _INDEX
-    if not path.is_file():
-        return None
+    return read_index(path) if path.is_file() else None
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Which of the files beside an index has each tensor. Raises ModelLoadError if it cannot be read, or names a file
+    that is elsewhere: who wrote the index must not choose what is read."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{path} has no weight_map")
-    return {str(name): str(file) for name, file in weight_map.items()}
+    files = {str(name): str(file) for name, file in weight_map.items()}
+    elsewhere = sorted({file for file in files.values() if Path(file).name != file})
+    if elsewhere:
+        raise ModelLoadError(f"{path} names files that are not in its folder: {shorten(elsewhere)}")
+    return files
 
 
 def _weight_files(folder: Path, index: Mapping[str, str] | None) -> list[Path]:

@@ -16,6 +16,7 @@ from draftwise.models.bitsandbytes import bitsandbytes_tensors
 from draftwise.models.checkpoint import (
     TensorEntry,
     copy_tensors,
+    read_index,
     read_json,
     scan_checkpoint,
     scan_file,
@@ -216,11 +217,8 @@ def scan_head(folder: Path, *preferred: str) -> HeadTensors:
         names = shorten([file.name for file in single])
         raise ModelLoadError(f"{folder} has several weight files and no index: {names}")
     if (folder / _PICKLE_INDEX).is_file():
-        weight_map = read_json(folder / _PICKLE_INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelLoadError(f"{folder / _PICKLE_INDEX} has no weight_map")
         tensors: dict[str, HeadTensor] = {}
-        for name in sorted({str(file) for file in weight_map.values()}):
+        for name in sorted(set(read_index(folder / _PICKLE_INDEX).values())):
             if not (folder / name).is_file():
                 raise ModelLoadError(f"{folder}: {_PICKLE_INDEX} names {name}, which is missing")
             tensors.update(_scan_pickle(folder / name))
