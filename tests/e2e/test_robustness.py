@@ -173,7 +173,8 @@ def test_invalid_requests_are_refused_before_anything_runs(make_llm: Callable[..
 
 def test_models_that_cannot_be_loaded_say_why(tiny: TinyModels, tmp_path: Path) -> None:
     def load(path: Path | str, **options: Any) -> LLM:
-        return LLM(str(path), skip_tokenizer_init=True, device="cpu", dtype="float32", **options)
+        options = {"dtype": "float32", **options}
+        return LLM(str(path), skip_tokenizer_init=True, device="cpu", **options)
 
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         load(tmp_path)
@@ -189,6 +190,9 @@ def test_models_that_cannot_be_loaded_say_why(tiny: TinyModels, tmp_path: Path) 
     (wrong / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(ModelLoadError, match=r"model\.layers\.2\."):
         load(wrong)
+    (wrong / "config.json").write_text(json.dumps(config | {"dtype": "int7"}))
+    with pytest.raises(ModelLoadError, match=r"config\.json names dtype 'int7'"):
+        load(wrong, dtype="auto")
     with pytest.raises(ConfigError, match="vocabulary"):
         load(tiny.target, speculative_config={"model": tiny.other_vocab, "num_speculative_tokens": 2})
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):

@@ -30,7 +30,7 @@ from draftwise.engine.cache_size import (
 from draftwise.engine.facts import DeviceFacts, Traits
 from draftwise.engine.states import check_drafters, plan_states
 from draftwise.engine.tokenizing import end_tokens
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.setup import GraphSetup, backend_for, capturable
 from draftwise.graphs.timing import pass_times
@@ -213,8 +213,14 @@ def _auto_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | Non
     if config.quantization is not None or is_quantized_checkpoint(config.model, config.revision):
         return torch.bfloat16
     own = load_config(config.model, config.revision).dtype
-    if own is not None and native_reason(getattr(torch, own, torch.float16), device) is None:
-        return None
+    if own is not None and own != "auto":
+        stored = getattr(torch, own, None)
+        if not isinstance(stored, torch.dtype) or not stored.is_floating_point:
+            raise ModelLoadError(
+                f"{config.model}: config.json names dtype {own!r}, which is no type of weights"
+            )
+        if native_reason(stored, device) is None:
+            return None
     return torch.float32 if checkpoint_num_parameters(config.model) * 4 <= _FLOAT32_LIMIT else None
 
 
