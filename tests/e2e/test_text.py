@@ -117,6 +117,11 @@ def test_chat_on_a_base_model_says_what_to_do(llm: LLM, monkeypatch: pytest.Monk
     template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     output = llm.chat(messages, GREEDY.replace(max_tokens=4), chat_template=template)[0]
     assert output.prompt == "# user: hello\n"
+    for form in ("auto", "string"):  # vLLM's
+        answered = llm.chat(messages, GREEDY.replace(max_tokens=4), chat_template_content_format=form)
+        assert answered[0].prompt == "hello"
+    with pytest.raises(RequestError, match=r"chat_template_content_format is 'openai'; .* contents as text"):
+        llm.chat(messages, chat_template_content_format="openai")
     with pytest.raises(RequestError, match="'role'"):
         llm.chat([{"content": "hello"}], chat_template=template)
     with pytest.raises(RequestError, match="not valid Jinja"):

@@ -23,7 +23,7 @@ from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.progress import RequestProgress
 from draftwise.engine.prompts import PromptLike, all_prompts, own_params, unlike_params
 from draftwise.engine.turns import Turns
-from draftwise.errors import DraftwiseError, EngineDeadError, RequestError
+from draftwise.errors import DraftwiseError, EngineDeadError, RequestError, shown
 from draftwise.sampling.params import SamplingParams
 
 
@@ -140,6 +140,7 @@ class LLM(Absent):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -151,10 +152,15 @@ class LLM(Absent):
 
         A message's content is a text, or a list of parts of type "text". ``continue_final_message``: go on with the
         last message, not with a new one. ``chat_template_kwargs``: further variables of the template, such as
-        ``enable_thinking``.
+        ``enable_thinking``. ``chat_template_content_format``: "auto" or "string"; templates get contents as text.
 
         Raises RequestError if the model has no chat template and none is given.
         """
+        if chat_template_content_format not in ("auto", "string"):
+            raise RequestError(
+                f"chat_template_content_format is {shown(chat_template_content_format)}; it must be auto or string: "
+                "templates get contents as text"
+            )
         options = {} if chat_template_kwargs is None else chat_template_kwargs
         if continue_final_message and isinstance(options, Mapping):
             options = {**options, "continue_final_message": True}
