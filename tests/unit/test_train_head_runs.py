@@ -180,6 +180,17 @@ def test_a_process_that_ends_before_it_joins_is_named() -> None:
         with_ranks(2, "cpu", lambda ranks: None, _fails)
 
 
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "foo"), ("WORLD_SIZE", "0"), ("RANK", "-1")])
+def test_an_environment_that_torchrun_never_sets(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for variable, good in (("WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(variable, good)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}={value}: expected an integer"):
+        with_ranks(1, "cpu", lambda ranks: None, _fails)
+
+
 def test_a_memorised_text_is_accepted(target: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text(TEXT[:160], encoding="utf-8")
@@ -191,10 +202,22 @@ def test_a_memorised_text_is_accepted(target: Path, tmp_path: Path) -> None:
 def test_own_text_is_made_once_and_learned(target: Path, text: Path, tmp_path: Path) -> None:
     asked = options("medusa", target, text, tmp_path / "out", own_text=3, steps=2)
     record = train_head(asked, quietly())
-    rows = json.loads((tmp_path / "out" / "work" / "own-text.json").read_text())
+    file = tmp_path / "out" / "work" / "own-text.json"
+    rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 3 and all(len(row) == 64 for row in rows)
     plain = train_head(replace(asked, own_text=0, out=tmp_path / "plain"), quietly())
     assert record["text_tokens"]["train"] == plain["text_tokens"]["train"] + 3 * 64
+
+    written = file.stat().st_mtime_ns
+    again = replace(asked, out=tmp_path / "again", work=tmp_path / "out" / "work", resume=True)
+    train_head(again, quietly())
+    assert file.stat().st_mtime_ns == written
+    # Less is asked for: what lies there is no answer to that.
+    less = replace(asked, own_text=2, out=tmp_path / "less", work=tmp_path / "out" / "work")
+    for stale in file.parent.glob("*"):
+        if stale != file:
+            stale.unlink()
+    assert train_head(less, quietly())["text_tokens"]["train"] == plain["text_tokens"]["train"] + 2 * 64
 
 
 def write_shard(target: Path, file: Path, ids: list[int], layers: tuple[int, ...] = (1, 2, 4)) -> None:

@@ -158,6 +158,15 @@ def joined(device: str, rank: int, world: int, address: str) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+def _told(name: str, value: str, least: int) -> int:
+    """A number that torchrun leaves in the environment. Raises ConfigError if it is none."""
+    if not value.isdecimal() or int(value) < least:
+        raise ConfigError(
+            f"{name}={value}: expected an integer >= {least} in the environment, as torchrun sets it"
+        )
+    return int(value)
+
+
 def with_ranks(size: int, device: str, run: Callable[[Ranks], T], others: Callable[[int, str], None]) -> T:
     """Run as one of the processes that torchrun started, or start ``size`` of them, or run alone.
 
@@ -171,11 +180,12 @@ def with_ranks(size: int, device: str, run: Callable[[Ranks], T], others: Callab
         DraftwiseError: a process that was started here failed.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        world = int(os.environ["WORLD_SIZE"])
+        world = _told("WORLD_SIZE", os.environ["WORLD_SIZE"], 1)
+        rank = _told("RANK", os.environ["RANK"], 0)
         if size not in (1, world):
             raise ConfigError(f"--data-parallel-size {size}, but WORLD_SIZE is {world}")
         if world > 1:
-            with joined(device, int(os.environ["RANK"]), world, "env://") as ranks:
+            with joined(device, rank, world, "env://") as ranks:
                 return run(ranks)
     if size == 1:
         return run(Ranks(device=choose_device(device)))

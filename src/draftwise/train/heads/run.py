@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import shutil
@@ -139,23 +140,27 @@ def _source(options: TrainOptions, teacher: EngineTeacher, ranks: Ranks) -> tupl
 
 
 def _own_text(options: TrainOptions, teacher: EngineTeacher, pieces: Split, limit: int) -> list[Tokens]:
-    """Return prompts from the training text with what the target says after them; kept in the work folder."""
+    """Return prompts from the training text with what the target says after them; kept in the work folder, for
+    the next run that asks for the same."""
     work = options.work or options.out / "work"
     file = work / "own-text.json"
     length = min(limit, 256)
     start = length // 4
-    if file.exists():
-        rows = json.loads(file.read_text(encoding="utf-8"))
+    train = [p.ids for p in pieces.train if len(p.ids) >= start] or [p.ids for p in pieces.train]
+    prompts = []
+    for i in range(options.own_text):
+        ids = train[i % len(train)]
+        first = (i // len(train) * start) % max(1, len(ids) - start + 1)
+        prompts.append(ids[first : first + start])
+    told = json.dumps([str(teacher.folder.resolve()), prompts, length, options.seed])
+    asked = hashlib.sha256(told.encode()).hexdigest()
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    if isinstance(kept, dict) and kept["asked"] == asked:
+        rows = kept["rows"]
     else:
-        train = [p.ids for p in pieces.train if len(p.ids) >= start] or [p.ids for p in pieces.train]
-        prompts = []
-        for i in range(options.own_text):
-            ids = train[i % len(train)]
-            first = (i // len(train) * start) % max(1, len(ids) - start + 1)
-            prompts.append(ids[first : first + start])
         rows = continue_prompts(teacher.folder, prompts, length - start, seed=options.seed)
         work.mkdir(parents=True, exist_ok=True)
-        write_json(file, rows)
+        write_json(file, {"asked": asked, "rows": rows})
     return [Tokens(ids, [i >= start for i in range(len(ids))]) for ids in rows]
 
 
