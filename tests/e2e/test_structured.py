@@ -351,6 +351,10 @@ def test_parameters_that_leave_nothing_fail_their_request_alone(make_llm: Callab
     check_json([good])
     assert bad.outputs[0].finish_reason == "error"
     assert "exclude every token" in (bad.outputs[0].error or "")
+    short = SamplingParams(temperature=0, min_tokens=20, max_tokens=30, structured_outputs={"choice": ["ab"]})
+    bad = make_llm().generate(PROMPTS[0], short)[0]
+    assert bad.outputs[0].finish_reason == "error" and bad.outputs[0].text == "ab"
+    assert (bad.outputs[0].error or "").endswith("min_tokens (20) excludes the end")
 
 
 def test_streaming(make_llm: Callable[..., LLM]) -> None:

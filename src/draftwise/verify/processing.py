@@ -54,13 +54,20 @@ def process_rows(
     if can_exclude:
         dead = done.amax(dim=-1) == -math.inf
         for i in dead.nonzero().flatten().tolist():
-            failures.setdefault(
-                order[i], RequestError("the sampling parameters exclude every token at this position")
-            )
+            failures.setdefault(order[i], RequestError(_nothing_left(rows[i])))
             done[i] = 0.0  # any distribution will do: the request fails if it gets here
     if done is not logits:
         logits[order] = done
     return failures
+
+
+def _nothing_left(row: LogitsRow) -> str:
+    words = "the sampling parameters exclude every token at this position"
+    if (
+        row.state.num_output + len(row.path) < row.state.min_tokens
+    ):  # under a grammar whose text is whole, say
+        words += f"; min_tokens ({row.state.min_tokens}) excludes the end"
+    return words
 
 
 def _scale(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> None:
