@@ -285,9 +285,24 @@ def test_the_least_recently_used_makes_room(world: World, wanted: list[list[tupl
         for i in (0, 1, 0, 2, 1, 0):
             found = texts(engine.generate(PROMPTS[:1], GREEDY, lora_request=world.requests[i]))
             assert found == [wanted[i + 1][0]]
-        with pytest.raises(RequestError, match="3 adapters, but max_loras is 2: raise it"):
-            engine.generate(PROMPTS[:3], GREEDY, lora_request=world.requests)
         assert texts(engine.generate(PROMPTS[:1], GREEDY, lora_request=world.requests[1])) == [wanted[2][0]]
+
+
+def test_more_adapters_in_a_call_than_places_wait_for_their_turn(
+    world: World, wanted: list[list[tuple[int, ...]]], tmp_path: Path
+) -> None:
+    asked = [None, *world.requests, world.requests[0]]
+    absent = LoRARequest("absent", 9, str(tmp_path / "nothing"))
+    for places in (1, 2):
+        with LLM(world.model, enable_lora=True, max_loras=places, **OPTIONS) as engine:
+            for _ in range(2):
+                found = texts(engine.generate(PROMPTS[:5], GREEDY, lora_request=asked))
+                assert found == [wanted[(0, 1, 2, 3, 1)[i]][i] for i in range(5)]
+            computed = engine.stats().num_requests_finished
+            with pytest.raises(RequestError, match="does not exist"):  # before anything is run
+                engine.generate(PROMPTS[:4], GREEDY, lora_request=[*world.requests, absent])
+            assert engine.stats().num_requests_finished == computed
+            engine.check_integrity()
 
 
 def test_requests_that_make_no_sense(llm: LLM, world: World, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from draftwise.config.lora import LoRARequest
 from draftwise.engine.core import EngineCore
 from draftwise.errors import ConfigError, ModelLoadError, RequestError
+from draftwise.models.lora.low_rank import LowRank
 from draftwise.models.lora.peft import read_adapter
 
 Between = Callable[[Callable[[], None]], None]
@@ -56,24 +57,37 @@ class Adapters:
             if entry is None:
                 entry = self._load(request, between, pinned=False)
             elif entry.request != request:
-                raise RequestError(
-                    f"lora_request: lora_int_id {request.lora_int_id} is {entry.request.lora_name!r} at "
-                    f"{entry.request.lora_path!r}; give another adapter another number"
-                )
+                raise _taken(entry.request)
             self._uses += 1
             entry.used = self._uses
             return entry.slot
 
-    def slots(self, requests: Sequence[LoRARequest | None], between: Between) -> list[int]:
-        """`slot` of requests that are queued together. Raises RequestError as that, or if they have more adapters than
-        there are places."""
-        asked = {request.lora_int_id for request in requests if isinstance(request, LoRARequest)}
-        if self._enabled and len(asked) > self._most:
-            raise RequestError(
-                f"lora_request: these prompts have {len(asked)} adapters, but max_loras is {self._most}: raise it, or "
-                "give the prompts of some adapters in a call of their own"
-            )
-        return [self.slot(request, between) for request in requests]
+    def turns(self, requests: Sequence[LoRARequest | None]) -> list[list[int]]:
+        """Which requests of one call can run together: positions, in parts of at most ``most`` adapters. Adapters get
+        their turns in the order in which they are named first; requests without one are in the first part.
+
+        Raises:
+            RequestError: an adapter of a later part cannot be read, or two have one number. Of the first part, `slot`
+            says so, before anything is run.
+        """
+        named: dict[int, LoRARequest] = {}
+        with self._lock:
+            for request in requests:
+                if isinstance(request, LoRARequest):
+                    entry = self._entries.get(request.lora_int_id)
+                    known = named.setdefault(request.lora_int_id, request if entry is None else entry.request)
+                    if known != request:
+                        raise _taken(known)
+        if not self._enabled or len(named) <= self._most:
+            return [list(range(len(requests)))]
+        turn_of = {number: i // self._most for i, number in enumerate(named)}
+        for number, request in named.items():
+            if turn_of[number]:
+                self._read(request)
+        turns: list[list[int]] = [[] for _ in range(1 + max(turn_of.values()))]
+        for i, asked in enumerate(requests):
+            turns[turn_of[asked.lora_int_id] if isinstance(asked, LoRARequest) else 0].append(i)
+        return turns
 
     def add(self, request: LoRARequest, between: Between) -> None:
         """Load an adapter that stays until `remove`. Raises RequestError as `slot`, or if its number is taken."""
@@ -108,10 +122,7 @@ class Adapters:
     def _load(self, request: LoRARequest, between: Between, *, pinned: bool) -> _Entry:
         if not self._enabled:
             raise RequestError("lora_request: this engine was started without enable_lora")
-        try:
-            adapter = read_adapter(request.lora_path, max_rank=self._max_rank)
-        except ModelLoadError as error:
-            raise RequestError(f"lora_request: {error}") from error
+        adapter = self._read(request)
         self._make_room(between)
         slot = self._next_slot
         self._next_slot += 1
@@ -123,6 +134,12 @@ class Adapters:
             self._live.add(slot)
         entry = self._entries[request.lora_int_id] = _Entry(request, slot, self._uses, pinned)
         return entry
+
+    def _read(self, request: LoRARequest) -> dict[str, LowRank]:
+        try:
+            return read_adapter(request.lora_path, max_rank=self._max_rank)
+        except ModelLoadError as error:
+            raise RequestError(f"lora_request: {error}") from error
 
     def _make_room(self, between: Between) -> None:
         self._sweep(between)
@@ -149,3 +166,10 @@ class Adapters:
         for slot in gone:
             self._leaving.discard(slot)
             between(lambda slot=slot: self._core.executor.drop_adapter(slot))  # type: ignore[misc]
+
+
+def _taken(known: LoRARequest) -> RequestError:
+    return RequestError(
+        f"lora_request: lora_int_id {known.lora_int_id} is {known.lora_name!r} at {known.lora_path!r}; give another "
+        "adapter another number"
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -67,7 +68,8 @@ class LLM(Absent):
 
         ``sampling_params``: one for all or one each. ``use_tqdm``: progress bar on stderr (default: when there are
         several prompts and stderr is a terminal). ``priority``: lower values first. ``lora_request``: an adapter for
-        all, or one (or None) each; loaded when it is first named. All prompts are validated before any is run.
+        all, or one (or None) each; loaded when it is first named. Of more than ``max_loras`` of them, some wait until
+        the others' prompts are answered. All prompts are validated before any is run.
 
         Raises RequestError for an invalid request (nothing was run). A request that fails while it runs is
         answered with ``finish_reason == "error"``.
@@ -89,24 +91,31 @@ class LLM(Absent):
         adapters = _one_each(lora_request, len(many))
         with self._turns:
             engine = self._alive()
-            slots = engine.adapters.slots(adapters, lambda work: work())
+            turns = engine.adapters.turns(adapters)
+            slots = {i: engine.adapters.slot(adapters[i], lambda work: work()) for i in turns[0]}
             groups = [
-                engine.processor.group(prompt, p, priority=rank, adapter=slot)
-                for prompt, p, rank, slot in zip(many, params, ranks, slots, strict=True)
+                engine.processor.group(prompt, p, priority=rank, adapter=slots.get(i, 0))
+                for i, (prompt, p, rank) in enumerate(zip(many, params, ranks, strict=True))
             ]
             for group in groups:
                 for request in group.requests:
                     engine.core.scheduler.check(request.num_prompt, request.max_total)
                     engine.adapters.check(request.adapter)
             show = use_tqdm if use_tqdm is not None else len(groups) > 1 and sys.stderr.isatty()
-            self._run(groups, show)
+            with _progress(sum(len(group.requests) for group in groups) if show else 0) as progress:
+                self._run([groups[i] for i in turns[0]], progress)
+                for turn in turns[1:]:  # the adapters of the one before make room
+                    for i in turn:
+                        slot = engine.adapters.slot(adapters[i], lambda work: work())
+                        for request in groups[i].requests:
+                            request.adapter = slot
+                    self._run([groups[i] for i in turn], progress)
         return [group.output() for group in groups]
 
-    def _run(self, groups: Sequence[RequestGroup], show_progress: bool) -> None:
+    def _run(self, groups: Sequence[RequestGroup], progress: RequestProgress | None) -> None:
         engine = self._alive()
         requests = [request for group in groups for request in group.requests]
         open_rids = {request.rid for request in requests}
-        progress = RequestProgress(len(requests)) if show_progress else None
         try:
             with WholeSteps() as steps, torch.inference_mode():
                 for request in requests:
@@ -130,9 +139,6 @@ class LLM(Absent):
                 engine.core.close()
                 raise EngineDeadError(f"the engine failed: {type(error).__name__}: {error}") from error
             raise
-        finally:
-            if progress is not None:
-                progress.close()
 
     def chat(
         self,
@@ -280,6 +286,19 @@ class LLM(Absent):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[RequestProgress | None]:
+    """A bar for so many requests; none for 0."""
+    if not total:
+        yield None
+        return
+    progress = RequestProgress(total)
+    try:
+        yield progress
+    finally:
+        progress.close()
 
 
 def _one_each(
