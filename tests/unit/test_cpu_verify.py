@@ -4,6 +4,7 @@ batch, on any number of threads."""
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,13 @@ def test_logits_without_a_distribution(rule: str, value: float) -> None:
         request = VerifyRequest(state, proposal, 0, rule, known)
         [got] = verify_batch(torch.full((1 + len(proposal), 70), value), [request], kernels=rules())
         assert isinstance(got, RequestError) and "finite" in str(got)
+        for place in (
+            (0, 37, 69) if math.isnan(value) else ()
+        ):  # one of all is enough: it could be the largest
+            logits = torch.randn(1 + len(proposal), 70)
+            logits[:, place] = value
+            [got] = verify_batch(logits, [request], kernels=rules())
+            assert isinstance(got, RequestError) and "finite" in str(got)
 
 
 def test_rows_that_are_not_reached_may_hold_anything() -> None:

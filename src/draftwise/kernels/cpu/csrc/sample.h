@@ -16,7 +16,7 @@ constexpr int64_t SUM_BLOCK = 64;  // tokens whose weights are summed in float32
 // Kernels of one instruction set, on one row of n numbers. `sums` [blocks of 64]: running totals.
 struct SampleKernels {
   float (*max)(const float* x, int64_t n);
-  // The lowest of the largest.
+  // The lowest of the largest. -1: nothing is above -INF, or something is NaN.
   int64_t (*argmax)(const float* x, int64_t n);
   // exp((x - top) * scale), 0 where x < floor; `out` may be null. Returns the total.
   double (*weights)(const float* x, float top, float scale, float floor, float* out, double* sums, int64_t n);

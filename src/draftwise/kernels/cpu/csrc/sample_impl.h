@@ -30,17 +30,21 @@ float max_row(const float* x, int64_t n) {
   return max_lanes(max(a, b));
 }
 
-// Where the largest stands: per lane its first place, then the lowest place of all.
+// Where the largest stands: per lane its first place, then the lowest place of all. -1: nothing is above -INF, or
+// something is NaN.
 struct Best {
   vf value = splat(-INF);
   vi at = splat_i(-1);
+  vi numbers = splat_i(-1);
 
   DW_INLINE void offer(vf v, int32_t first) {
     vi better = v > value;
+    numbers = numbers & (v >= -INF);  // beside the chain of selections, which takes longer
     value = select(better, v, value);
     at = select(better, splat_i(first), at);
   }
   DW_INLINE int64_t place() const {
+    if (any(~numbers)) return -1;
     float v[LANES];
     int32_t p[LANES];
     memcpy(v, &value, sizeof v);
