@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,31 @@ def test_the_system_takes_the_wish() -> None:
     if not flags:
         pytest.skip("the system shows no flags")
     assert " hg" in flags
+
+
+def resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as numbers:
+        return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems get their zeros written")
+@pytest.mark.parametrize("scarce", [False, True])
+def test_zeros_take_memory_when_they_are_written_to(scarce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or at once, where they are much of what there is; and give it back."""
+    size = 64 << 20
+    if scarce:
+        monkeypatch.setattr(pages, "_free_memory", lambda: size)
+    before = resident()
+    made = zeros((2, size // 4), torch.bfloat16, torch.device("cpu"))
+    taken = resident() - before
+    assert taken > 0.9 * size if scarce else taken < 0.2 * size
+    made.fill_(3)
+    assert resident() - before > 0.9 * size and bool((made == 3).all())
+    del made
+    assert resident() - before < 0.2 * size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems get their zeros written")
+def test_a_lack_of_addresses_is_a_lack_of_memory() -> None:
+    with pytest.raises(MemoryError):
+        zeros((1 << 60,), torch.int8, torch.device("cpu"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -17,11 +19,28 @@ often as they read."""
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [*shape], on a CPU under Linux on large pages where the system has some."""
-    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if device.type == "cpu":
-        wish_large_pages(tensor.data_ptr(), tensor.nbytes)
-    return tensor.zero_()
+    """Zeros [*shape], on a CPU under Linux on large pages where the system has some.
+
+    There the system hands out a page of zeros when it is first written to: a start need not wait for all of a cache,
+    and who never fills it does not pay for it. What is more than half of the free memory is written at once, so that a
+    lack shows at the start.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or sys.platform != "linux" or nbytes < LARGE_PAGE:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(str(error)) from error
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)  # and unmapped with it
+    wish_large_pages(tensor.data_ptr(), nbytes)
+    if nbytes > _free_memory() // 2:
+        tensor.zero_()
+    return tensor.view(dtype).view(tuple(shape))
+
+
+def _free_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def wish_large_pages(begin: int, size: int) -> None:
