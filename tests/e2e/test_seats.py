@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,34 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+class Pair:
+    """An engine that waits, and one that decodes in seats."""
+
+    def __init__(self, waiting: LLM, ahead: LLM) -> None:
+        self.waiting = waiting
+        self.ahead = ahead
+        self._ordinary = count_ordinary(ahead)
+
+    def generate(
+        self, prompts: Sequence[Any], params: list[SamplingParams]
+    ) -> tuple[list[RequestOutput], list[RequestOutput]]:
+        """Of both, in this order: the same text; and in seats nobody ever decodes in an ordinary step."""
+        wanted = self.waiting.generate(prompts, params)
+        entered = seats(self.ahead).num_entered
+        self._ordinary.clear()
+        found = self.ahead.generate(prompts, params)
+        assert token_ids(found) == token_ids(wanted)
+        assert seats(self.ahead).num_entered - entered == len(params)
+        assert self._ordinary and not any(self._ordinary)
+        assert not self.ahead.stats().drafter_failures
+        self.ahead.check_integrity()
+        return wanted, found
+
+    def close(self) -> None:
+        self.waiting.close()
+        self.ahead.close()
+
+
 class Engines:
     def __init__(self, root: Path, **shape: Any) -> None:
         """``shape``: of drafts, of all methods in `TREES`; nothing: chains."""
@@ -61,11 +90,47 @@ class Engines:
                 for s in self.chosen
                 if s["method"] in TREES
             ]
-        self.waiting = self.make()
-        self.ahead = self.make(async_scheduling=True)
+        self.pairs: dict[str, Pair] = {}
+
+    @cached_property
+    def waiting(self) -> LLM:
+        return self.make()
+
+    @cached_property
+    def ahead(self) -> LLM:
+        return self.make(async_scheduling=True)
 
     def make(self, **options: Any) -> LLM:
         return LLM(self.target, **self.options(**options))
+
+    def pair(self, entry: dict[str, Any]) -> Pair:
+        """Of one drafter, with room for all prompts, and no prefixes that are shared: a drafter that did not see one
+        drafts something else, which is accepted as often as not. The last two are kept: a start, with all that is
+        captured, takes longer than to generate."""
+        options: dict[str, Any] = {
+            "enable_prefix_caching": False,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 96,
+            "num_kv_blocks": 192,
+            "keep_trace": True,
+            "speculative_config": entry,
+        }
+        name = repr(entry)
+        if name not in self.pairs:
+            if len(self.pairs) == 2:
+                self.pairs.pop(next(iter(self.pairs))).close()
+            self.pairs[name] = Pair(self.make(**options), self.make(async_scheduling=True, **options))
+        return self.pairs[name]
+
+    def close_pairs(self) -> None:
+        while self.pairs:
+            self.pairs.popitem()[1].close()
+
+    def close(self) -> None:
+        self.close_pairs()
+        for name in ("waiting", "ahead"):
+            if name in self.__dict__:
+                self.__dict__.pop(name).close()
 
     def options(self, **more: Any) -> dict[str, Any]:
         base: dict[str, Any] = {
@@ -101,8 +166,7 @@ def made_of(shape: str, folders: pytest.TempPathFactory) -> Iterator[Engines]:
     """Engines whose drafters draft so, closed behind the tests."""
     made = Engines(folders.mktemp(shape), **({} if shape == "chain" else SHAPES[shape]))
     yield made
-    made.waiting.close()
-    made.ahead.close()
+    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -202,38 +266,23 @@ def test_trees_stay_on_the_device(request: pytest.FixtureRequest, shape: str, me
         params[3] = params[3].replace(presence_penalty=0.7, repetition_penalty=1.2)
         params[5] = params[5].replace(top_p=0.9)
     params[5] = params[5].replace(logprobs=2)
-    # a drafter that did not see a shared prefix drafts something else, which is accepted as often as not
-    options: dict[str, Any] = {
-        "enable_prefix_caching": False,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 96,
-        "num_kv_blocks": 192,
-        "speculative_config": [entry for entry in forests.chosen if entry["method"] == method],
-    }
-    with forests.make(**options) as waiting:
-        wanted = waiting.generate(forests.prompts, params)
-    with forests.make(async_scheduling=True, **options) as llm:
-        ordinary = count_ordinary(llm)
-        found = llm.generate(forests.prompts, params)
-        assert token_ids(found) == token_ids(wanted)
-        assert seats(llm).num_entered == len(params) and not any(ordinary)
-        accepted = 0
-        for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            mine, theirs = one.metrics.speculation, other.metrics.speculation
-            if draws or i not in (3, 5):  # drafts of a captured tree look at no penalty, and at no top_p
-                assert mine.num_accepted_tokens == theirs.num_accepted_tokens
-                assert mine.num_draft_tokens == theirs.num_draft_tokens
-            accepted += mine.num_accepted_tokens
-        for one, other in zip(
-            found[5].outputs[0].logprobs or (), wanted[5].outputs[0].logprobs or (), strict=True
-        ):
-            assert {t: p.rank for t, p in one.items()} == {t: p.rank for t, p in other.items()}
-            assert [p.logprob for p in one.values()] == pytest.approx(
-                [p.logprob for p in other.values()], abs=1e-4
-            )
-        assert accepted > 20 and found[5].outputs[0].logprobs
-        assert not llm.stats().drafter_failures
-        llm.check_integrity()
+    pair = forests.pair(_entry(forests, method))
+    wanted, found = pair.generate(forests.prompts, params)
+    accepted = 0
+    for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        mine, theirs = one.metrics.speculation, other.metrics.speculation
+        if draws or i not in (3, 5):  # drafts of a captured tree look at no penalty, and at no top_p
+            assert mine.num_accepted_tokens == theirs.num_accepted_tokens
+            assert mine.num_draft_tokens == theirs.num_draft_tokens
+        accepted += mine.num_accepted_tokens
+    for one, other in zip(
+        found[5].outputs[0].logprobs or (), wanted[5].outputs[0].logprobs or (), strict=True
+    ):
+        assert {t: p.rank for t, p in one.items()} == {t: p.rank for t, p in other.items()}
+        assert [p.logprob for p in one.values()] == pytest.approx(
+            [p.logprob for p in other.values()], abs=1e-4
+        )
+    assert accepted > 20 and found[5].outputs[0].logprobs
 
 
 @pytest.mark.parametrize(
@@ -364,8 +413,11 @@ def test_a_block_in_another_requests_place_is_found(
         return range(128, 128 + len(own))
 
     monkeypatch.setattr(Scratch, "take", first)
+    monkeypatch.setattr(engines, "pairs", {})
     with pytest.raises(AssertionError):
         _stay(engines, blocks["dflash"] | SHAPES["chain"], "greedy")
+    assert engines.pairs
+    engines.close_pairs()
 
 
 @pytest.mark.parametrize("family", ["forests", "growing"])
@@ -429,28 +481,12 @@ def _stay(
 ) -> list[RequestOutput]:
     """The text of the engine that waits, by the same drafts of this drafter; and nobody ever waits. ``kinds``: what
     requests want besides, by turns."""
-    options: dict[str, Any] = {
-        "enable_prefix_caching": False,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 96,
-        "num_kv_blocks": 192,
-        "speculative_config": entry,
-        "keep_trace": True,
-    }
     params = params_of(rule, entry["method"], max_tokens=24)
     params = [one.replace(**kinds[i % len(kinds)]) for i, one in enumerate(params)]
-    with engines.make(**options) as waiting:
-        wanted = waiting.generate(engines.prompts, params)
-    with engines.make(async_scheduling=True, **options) as llm:
-        ordinary = count_ordinary(llm)
-        found = llm.generate(engines.prompts, params)
-        assert token_ids(found) == token_ids(wanted)
-        assert seats(llm).num_entered == len(params) and not any(ordinary)
-        assert [o.metrics.speculation for o in found] == [o.metrics.speculation for o in wanted]
-        assert [o.outputs[0].trace for o in found] == [o.outputs[0].trace for o in wanted]
-        assert not llm.stats().drafter_failures
-        llm.check_integrity()
-        return found
+    wanted, found = engines.pair(entry).generate(engines.prompts, params)
+    assert [o.metrics.speculation for o in found] == [o.metrics.speculation for o in wanted]
+    assert [o.outputs[0].trace for o in found] == [o.outputs[0].trace for o in wanted]
+    return found
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "early_exit"])
@@ -709,10 +745,9 @@ def test_who_leaves_a_seat_goes_on_as_it_stood(
     entry = three_layers(engines) if method == "three layers" else _entry(engines, method)
     params = params_of("rejection", entry["method"], max_tokens=20)
     # a head that did not see a shared prefix drafts something else, which changes what is drawn
-    options = engines.options(enable_prefix_caching=False, speculative_config=entry)
-    with LLM(engines.target, **options) as waiting:
+    options = engines.options(enable_prefix_caching=False, speculative_config=entry, async_scheduling=True)
+    with engines.make(enable_prefix_caching=False, speculative_config=entry) as waiting:
         wanted = token_ids(waiting.generate(engines.prompts, params))
-    options["async_scheduling"] = True
     found: list[Seats] = []
 
     async def one(llm: AsyncLLM, i: int) -> tuple[int, ...]:
@@ -741,8 +776,8 @@ def test_who_leaves_a_seat_goes_on_as_it_stood(
 
 LEAVING = [
     ("draft_model", "coupled"),
-    ("eagle3", "coupled"),
     ("draft_model", "rejection"),
+    ("eagle3", "coupled"),
     ("medusa", "block"),
 ]
 
@@ -757,21 +792,16 @@ def test_who_leaves_a_seat_takes_its_drafts_along(
     """What waits is verified in an ordinary step, and drafted on from there: all is accepted that would have been."""
     forests: Engines = request.getfixturevalue(family)
     sent_away_at_times(monkeypatch)
-    options: dict[str, Any] = {
-        "enable_prefix_caching": False,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 96,
-        "keep_trace": True,
-    }
     params = params_of(rule, method, max_tokens=24)
+    pair = forests.pair(_entry(forests, method))
+    before = seats(pair.ahead).num_entered
     found = []
-    for ahead in (False, True):
-        with forests.make(async_scheduling=ahead, **options) as llm:
-            done = llm.generate(forests.prompts, params)
-            found.append([(o.outputs[0].token_ids, o.outputs[0].trace) for o in done])
-            assert not ahead or seats(llm).num_entered > 12
-            llm.check_integrity()
+    for llm in (pair.waiting, pair.ahead):
+        done = llm.generate(forests.prompts, params)
+        found.append([(o.outputs[0].token_ids, o.outputs[0].trace) for o in done])
+        llm.check_integrity()
     assert found[0] == found[1]
+    assert seats(pair.ahead).num_entered - before > 12
 
 
 def test_a_drafter_stops_at_its_longest_context(engines: Engines) -> None:
@@ -804,30 +834,41 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.fixture(scope="module", params=["draft_model", "eagle3"])
+def beside_mtp(request: pytest.FixtureRequest, engines: Engines) -> Iterator[tuple[str, LLM]]:
+    """A method, and an engine of it and of MTP."""
+    used = [_entry(engines, request.param), _entry(engines, "mtp")]
+    with engines.make(async_scheduling=True, speculative_config=used, max_num_seqs=3) as llm:
+        yield request.param, llm
+
+
 @pytest.mark.parametrize("hook", WRONG)
-def test_a_drafter_that_fails_costs_speculation_only(engines: Engines, method: str, hook: str) -> None:
+def test_a_drafter_that_fails_costs_speculation_only(
+    engines: Engines, beside_mtp: tuple[str, LLM], hook: str
+) -> None:
     """The last request has another drafter, and goes on with it."""
+    method, llm = beside_mtp
     prompts = engines.prompts[:4]
     params = [params_of("coupled", method, max_tokens=8 + 2 * i)[i] for i in range(3)]
     params.append(params_of("coupled", "mtp", max_tokens=6)[3])
     wanted = token_ids(engines.waiting.generate(prompts, params))
-    used = [entry for entry in engines.chosen if entry["method"] in (method, "mtp")]
-    with engines.make(async_scheduling=True, speculative_config=used, max_num_seqs=3) as llm:
-        drafter = seats(llm)._seating.drafters[method]._drafter
-        for number, wrong in enumerate(WRONG[hook]):
-            before = llm.stats().drafter_failures.get(f"{method}.seated_{hook}", 0)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(drafter, hook, wrong)
-                if hook == "left":
-                    sent_away_at_times(patch)
-                outputs = llm.generate(prompts, params)
-            assert token_ids(outputs) == wanted, number
-            assert llm.stats().drafter_failures[f"{method}.seated_{hook}"] > before, number
-            assert outputs[3].metrics.speculation.num_drafts > 1, "its neighbour goes on"
-            llm.check_integrity()
-        again = llm.generate(prompts, params)
-        assert token_ids(again) == wanted and again[0].metrics.speculation.num_drafts > 1
+    drafter = seats(llm)._seating.drafters[method]._drafter
+    for number, wrong in enumerate(WRONG[hook]):
+        before = Counter(llm.stats().drafter_failures)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(drafter, hook, wrong)
+            if hook == "left":
+                sent_away_at_times(patch)
+            outputs = llm.generate(prompts, params)
+        assert token_ids(outputs) == wanted, number
+        assert (
+            Counter(llm.stats().drafter_failures)[f"{method}.seated_{hook}"]
+            > before[f"{method}.seated_{hook}"]
+        ), number
+        assert outputs[3].metrics.speculation.num_drafts > 1, "its neighbour goes on"
+        llm.check_integrity()
+    again = llm.generate(prompts, params)
+    assert token_ids(again) == wanted and again[0].metrics.speculation.num_drafts > 1
 
 
 def test_a_drafter_that_cannot_say_whether_it_takes_part_does_not(
