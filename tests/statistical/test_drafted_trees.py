@@ -20,9 +20,10 @@ from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import IntArray, Proposal
 
-TRIALS = 6_000
+TRIALS = 4_700
 SHAPE = [[0], [1], [3], [0, 0], [0, 2], [1, 0], [0, 0, 0]]
 DYNAMIC = DynamicTree(top_k=3, depth=3)
+RULES = ("rejection", "block", "coupled")
 
 
 def drafter(nodes: int = 63, **kind: Any) -> Drafter:
@@ -47,17 +48,27 @@ def drafter(nodes: int = 63, **kind: Any) -> Drafter:
     return make
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+MAKERS = {
+    "static": drafter(tree=SHAPE),
+    "dynamic": drafter(dynamic=DYNAMIC, nodes=7),
+    "one node": drafter(dynamic=DYNAMIC, nodes=1),
+}
+
+
 @pytest.mark.parametrize(
-    "make",
-    [drafter(tree=SHAPE), drafter(dynamic=DYNAMIC, nodes=7), drafter(dynamic=DYNAMIC, nodes=1)],
-    ids=["static", "dynamic", "one node"],
+    ("maker", "rule", "temperature"),
+    [  # every pair of two
+        *(
+            (maker, rule, (0.6, 1.0)[(i + j) % 2])
+            for i, maker in enumerate(MAKERS)
+            for j, rule in enumerate(RULES)
+        )
+    ],
 )
-def test_drafted_trees(make: Drafter, rule: str, temperature: float) -> None:
+def test_drafted_trees(maker: str, rule: str, temperature: float) -> None:
     world = World.random(5, seed=51)
     params = SamplingParams(temperature=temperature)
-    out = simulate(world, rule, TRIALS, 3, params=params, drafter=make)
+    out = simulate(world, rule, TRIALS, 3, params=params, drafter=MAKERS[maker])
     assert out.accepted > out.steps / 3
     assert_same_distribution(out.cells(5), world.exact(params, 3))
 

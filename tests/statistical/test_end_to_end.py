@@ -1,11 +1,11 @@
 """Whole engines: the joint distribution of the first tokens is the target's, whatever drafts.
 
 Every output of three tokens over a vocabulary of eight is a cell (512 in all), compared with exact probabilities from
-Transformers. The statistic is χ² over the cells of expectation 5 and more, the threshold df + 10 * sqrt(2 * df): under
-the null hypothesis it is passed with probability below 1e-9 (χ² with some 200 degrees of freedom is close to normal;
-ten standard deviations, with its heavier tail, leave far less than 1e-6). Detectable: the statistic exceeds its mean
-by trials * d, d = sum((observed - p) ** 2 / p); with 12,000 trials and df near 250 a bias of d = 0.02 passes the
-threshold, which is a shift of 14 % of the probability of every cell.
+Transformers. The statistic is χ² over the cells of expectation 5 and more, the threshold what χ² exceeds once in 10^8
+tests: under the null hypothesis, with the statistic's somewhat heavier tail, it is passed less than once in 10^7
+(`world.threshold`). Detectable: the statistic exceeds its mean by trials * d, d = sum((observed - p) ** 2 / p); with
+9,000 trials and df near 47 (with few tokens: 22) a bias of d = 0.0085 passes the threshold, which is a shift of 9 % of
+the probability of every cell.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 import torch
 from tests.fakes.heads import HeadShape, random_weights, save_head
 from tests.fakes.tiny import save_llama
+from world import threshold as threshold_of
 
 from draftwise import LLM, SamplingParams
 from draftwise.adapt.controller import Controller, most_nodes
@@ -27,7 +28,7 @@ from draftwise.types import Speculation
 
 VOCAB = 8
 LENGTH = 3
-TRIALS = 12_000
+TRIALS = 9_000
 PROMPT = [3, 5, 3, 5, 3]
 HEAD = HeadShape("eagle3", 32, 32, VOCAB, draft_vocab=6)
 
@@ -70,8 +71,7 @@ def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, float]:
     wanted = np.append(expected[big], expected[~big].sum())
     keep = wanted >= 5
     statistic = float(((observed[keep] - wanted[keep]) ** 2 / wanted[keep]).sum())
-    df = int(keep.sum()) - 1
-    return statistic, df + 10 * (2 * df) ** 0.5
+    return statistic, threshold_of(int(keep.sum()) - 1)
 
 
 TREE = [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0]]  # drawn by a model: without replacement from q

@@ -1,10 +1,10 @@
-"""Vocabulary 4096, 40,960 trials: each output position of one step, given that it is reached.
+"""Vocabulary 4096, 30,720 trials: each output position of one step, given that it is reached.
 
 At every position p and q are the same whatever came before, so that under rejection and coupled position i,
 if reached, has exactly distribution p. (Under block, being reached says something about the token: its test
-is the joint one.) Cells of expectation below 5 are merged. Limit: df + 10 * sqrt(2 df); chance exceeds it
-less than once in 10^7 tests. With 40,960 trials and about 1000 cells the excess of 450 is reached by a
-relative error of 10% in every cell.
+is the joint one.) Cells of expectation below 5 are merged. Limit: `world.threshold`; chance exceeds it less than
+once in 10^7 tests. With 30,720 trials and about 1000 cells the excess of 270 is reached by a relative error of
+10% in every cell.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from draftwise.verify.base import VerifyRequest
 from draftwise.verify.batch import verify_batch
 
 VOCAB = 4096
-TRIALS = 40_960
+TRIALS = 30_720
 BATCH = 128  # small enough for the cache
 SLOW = pytest.mark.slow
 

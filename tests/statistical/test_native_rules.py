@@ -17,7 +17,7 @@ from draftwise.types import DrawKind, Proposal, Verification
 from draftwise.verify.base import VerifyRequest
 from draftwise.verify.native import NativeRules
 
-TRIALS = 6_000
+TRIALS = 4_700
 TREES = ((-1, -1, 0, 0, 1, 2), (-1, 0, -1, 0, -1, 2), (-1, -1, -1), (-1, 0, 1, 1, 1, 0))
 PARAMS = (
     SamplingParams(temperature=0.6),

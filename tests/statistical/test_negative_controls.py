@@ -17,7 +17,7 @@ from draftwise.types import Proposal
 from draftwise.verify import common, rejection
 from draftwise.verify.base import VerifyRequest
 
-TRIALS = 8_000
+TRIALS = 6_200
 PARAMS = SamplingParams()
 
 

@@ -18,7 +18,7 @@ from draftwise.adapt.choice import Drafter, Group
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import Proposal
 
-TRIALS, LENGTH, K = 8_000, 3, 3
+TRIALS, LENGTH, K = 6_200, 3, 3
 PARAMS = SamplingParams()
 SKEWED = World(
     torch.tensor([[0.5, 0.3, 0.2]] * 3).log(),
