@@ -26,7 +26,7 @@ from draftwise.kernels.cpu.book_drafts import (
     Scratch,
 )
 from draftwise.kernels.cpu.chains import ChainOutput
-from draftwise.kernels.cpu.program import PassInput
+from draftwise.kernels.cpu.pass_records import PassInput
 from draftwise.kernels.cpu.trees import TreeOutput
 from draftwise.propose.models.proposer import ModelProposer
 from draftwise.runner.rows import DrafterFill, RowBook

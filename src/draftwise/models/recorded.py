@@ -14,7 +14,8 @@ from draftwise.kernels.base import Ops
 from draftwise.kernels.cpu.book_drafts import BookDrafts, InBooks
 from draftwise.kernels.cpu.book_passes import BookPasses
 from draftwise.kernels.cpu.ops import NativeOps
-from draftwise.kernels.cpu.program import PassOutput, Program
+from draftwise.kernels.cpu.pass_records import PassOutput
+from draftwise.kernels.cpu.program import Program
 from draftwise.kernels.cpu.recording import Recording
 from draftwise.kernels.cpu.rounds import RoundPasses
 from draftwise.kv.storage import KVStorage

@@ -19,7 +19,8 @@ from torch import Tensor
 from draftwise.kernels.cpu.attention import address
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
-from draftwise.kernels.cpu.program import Program, Results
+from draftwise.kernels.cpu.pass_records import Results
+from draftwise.kernels.cpu.program import Program
 from draftwise.kernels.cpu.rounds import (
     RoundDrafts,
     RoundElsewhere,

@@ -17,8 +17,9 @@ from draftwise.kernels.cpu.chains import ChainOutput, fill_draws, target_ids_at
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import NativeLinear
+from draftwise.kernels.cpu.pass_records import PassInput
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.program import PassInput, Program
+from draftwise.kernels.cpu.program import Program
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
 from draftwise.kernels.handles import Linear
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws

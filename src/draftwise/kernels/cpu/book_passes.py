@@ -11,8 +11,9 @@ from draftwise.kernels.cpu.blocks import BlockPlan, NativeBlocks
 from draftwise.kernels.cpu.book_drafts import DRAFTED, NO_ROOM, STREAM_OF, BookDrafts, BookRecord, InBooks
 from draftwise.kernels.cpu.chains import ChainOutput, Feedback, target_ids_at
 from draftwise.kernels.cpu.library import NativeLibrary
+from draftwise.kernels.cpu.pass_records import PassInput
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.program import PassInput, Program
+from draftwise.kernels.cpu.program import Program
 from draftwise.kernels.cpu.rounds import RoundPasses
 from draftwise.kernels.cpu.trees import TreeOutput
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from draftwise.kernels.cpu.linear import Epilogue
-from draftwise.kernels.cpu.program import Operation
+from draftwise.kernels.cpu.pass_records import Operation
 
 # dw::OpKind of csrc/program.h
 _LINEAR, _ROPE_WRITE, _ATTENTION, _NARROW, _ADAPT = 5, 6, 7, 21, 22

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.kernels.cpu.attention import BatchView, address, ends_of, fill_view
+from draftwise.kernels.cpu.attention import address, ends_of, fill_view
 from draftwise.kernels.cpu.chains import ChainOutput, Feedback, fill_draws, target_ids_at
 from draftwise.kernels.cpu.checks import refuse, require
 from draftwise.kernels.cpu.library import NativeLibrary, release_with
+from draftwise.kernels.cpu.pass_records import Operation, PassInput, PassOutput, PassRows, Results
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.trees import NativeTrees, TreeOutput
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TreeDraws, new_record
 
-_PTR, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 _INT64 = np.dtype(np.int64)
 _MIN_CAPACITY = 64
@@ -29,83 +28,6 @@ _FEW = 512
 _KEPT_BYTES = 4 << 20
 """Results that nobody reads are written to the same memory in every call, if it is no more."""
 ALIGNMENT = 64  # bytes; of each buffer's bytes per row, so that every buffer starts on a cache line
-
-
-class Operation(ctypes.Structure):
-    """``dw::ProgramOp``."""
-
-    _fields_ = (
-        ("kind", _I32),
-        ("dtype", _I32),
-        ("out_dtype", _I32),
-        ("epilogue", _I32),
-        ("x", _I32),
-        ("y", _I32),
-        ("out", _I32),
-        ("num_heads", _I32),
-        ("num_kv_heads", _I32),
-        ("head_dim", _I32),
-        ("window", _I32),
-        ("scale", _F32),
-        ("softcap", _F32),
-        ("eps", _F32),
-        ("kv_dtype", _I32),
-        ("width", _I64),
-        ("out_width", _I64),
-        ("weight", _PTR),
-        ("weight2", _PTR),
-        ("kv", _PTR),
-        ("kv_scales", _PTR),
-    )
-
-
-class PassInput(ctypes.Structure):
-    """``dw::PassInput``."""
-
-    _fields_ = (
-        ("rows", _I64),
-        ("head_rows", _I64),
-        ("head_index", _PTR),
-        ("head_only", _I64),
-        ("arena", _PTR),
-        ("capacity", _I64),
-        ("externals", _PTR),
-        ("adapters", _PTR),
-        ("batch", BatchView),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PassOutput:
-    """The results of a pass, in fresh tensors. ``logits``: of the requested rows, None if there are none."""
-
-    hidden: Tensor  # [T, H]
-    captured: dict[int, Tensor]  # layer -> [T, H]
-    logits: Tensor | None  # [M, V] float32
-
-
-class Results(NamedTuple):
-    """What a pass writes, and where it lies: the addresses of ``hidden`` [T, H], of each of ``captured`` [T, H], and of
-    ``logits`` [M, V]."""
-
-    hidden: Tensor
-    captured: list[Tensor]
-    logits: Tensor
-    places: list[int]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all of them."""
-        return sum([value.nbytes for value in (self.hidden, *self.captured, self.logits)])
-
-
-class _Rows(NamedTuple):
-    """Tensors of a pass's rows that were checked, and their addresses."""
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    places: tuple[int, int, int]
 
 
 class Program:
@@ -163,7 +85,7 @@ class Program:
         self._own: Results | None = None  # of passes whose results nobody reads, see `_prepare`
         self._fed_back: tuple[Feedback, int, int | None] | None = None  # the latest, see `feed_back`
         self._checked: dict[
-            int, _Rows
+            int, PassRows
         ] = {}  # by number of rows: the latest tensors, which a packer uses again
 
     def run(
@@ -416,7 +338,7 @@ class Program:
         places.append(logits.data_ptr())
         return new_record(Results, (hidden, captured, logits, places))
 
-    def _check(self, batch: StepInput, rows: int) -> _Rows:
+    def _check(self, batch: StepInput, rows: int) -> PassRows:
         """See that the tensors of the rows are what a pass reads."""
         token_ids, positions, slots = batch.token_ids, batch.positions, batch.slots
         for given in (token_ids, positions, slots):
@@ -424,7 +346,7 @@ class Program:
                 given.dtype is torch.int64 and given.shape == (rows,) and given.is_contiguous(),
                 "a token, a position and a slot for each row, in int64",
             )
-        found = _Rows(
+        found = PassRows(
             token_ids, positions, slots, (token_ids.data_ptr(), positions.data_ptr(), slots.data_ptr())
         )
         if rows <= _FEW:

@@ -17,8 +17,8 @@ from draftwise.kernels.cpu.chains import ChainOutput
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import NativeLinear
 from draftwise.kernels.cpu.medusa import MedusaRecord, NativeMedusa
+from draftwise.kernels.cpu.pass_records import PassInput
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.program import PassInput
 from draftwise.kernels.cpu.records import check_record
 from draftwise.kernels.cpu.trees import TreeOutput
 

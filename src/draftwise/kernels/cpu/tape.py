@@ -17,8 +17,9 @@ from draftwise.kernels.cpu.attention import DTYPES
 from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.linear import Epilogue
 from draftwise.kernels.cpu.narrowing import with_narrowing
+from draftwise.kernels.cpu.pass_records import Operation
 from draftwise.kernels.cpu.pool import ThreadPool
-from draftwise.kernels.cpu.program import ALIGNMENT, Operation, Program
+from draftwise.kernels.cpu.program import ALIGNMENT, Program
 
 LINEAR, ADAPT = 5, 22
 """dw::OpKind of the operation that others are fused with, and of that which adds to its result."""
