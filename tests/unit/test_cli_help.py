@@ -45,6 +45,34 @@ def test_large_groups_are_a_line_until_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("bench", "bench KIND [options]"), ("train", "train WHAT [options]"), ("profile", "profile [MODEL] [options]"),
+        ("simulate", "simulate [options]"),
+    ],
+)  # fmt: skip
+def test_usage_says_what_a_command_wants(command: str, usage: str) -> None:
+    assert help_text(innermost(main.build_parser(command), [command]), "").startswith(
+        f"usage: draftwise {usage}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "folded"),
+    [
+        (["train", "eagle3"], "--data", None), (["train", "demo-heads"], "--heads", None),
+        (["bench", "serve"], "--request-rate", None), (["profile"], "--concurrency", "--help=engine"),
+    ],
+)  # fmt: skip
+def test_a_command_shows_its_own_options_even_if_they_are_many(
+    words: list[str], own: str, folded: str | None
+) -> None:
+    short = help_text(innermost(main.build_parser(words[0]), words), "")
+    assert f"{own} " in short, "not only the name of a group"
+    assert folded in short if folded else "more options:" not in short
+
+
+@pytest.mark.parametrize(
     ("arguments", "what"),
     [
         (["generate", "-h"], ""), (["generate", "--help"], ""), (["serve", "--help=engine"], "engine"),

@@ -14,7 +14,7 @@ from draftwise.cli.errors import UsageError
 from draftwise.cli.tables import WIDTH
 
 LARGE = 12
-"""A group of more options than this is one line in the short form."""
+"""A group of more options than this is one line in the short form, unless nothing else is left to show."""
 _SHOWN = 5
 
 
@@ -78,6 +78,26 @@ def _mentions(action: argparse.Action, word: str) -> bool:
     return any(word in flag for flag in action.option_strings) or word in (action.help or "").lower()
 
 
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """Of a command that gives none: its name, what it wants beside options, and "[options]"."""
+    words = [parser.prog]
+    for action in parser._actions:
+        if not action.option_strings:
+            name = str(action.metavar or action.dest)
+            words.append(f"[{name}]" if action.nargs in ("?", "*") else name)
+    return " ".join([*words, "[options]"])
+
+
+def _own_group(
+    groups: Sequence[tuple[argparse._ArgumentGroup, list[argparse.Action]]],
+) -> argparse._ArgumentGroup | None:
+    """The large group that the short form shows, too: the first, if no option but --help would be seen without it."""
+    small = [a for _, actions in groups if len(actions) <= LARGE for a in actions]
+    if any(a.option_strings and not isinstance(a, argparse._HelpAction) for a in small):
+        return None
+    return next((group for group, actions in groups if len(actions) > LARGE), None)
+
+
 def _format(
     parser: argparse.ArgumentParser,
     groups: Sequence[tuple[argparse._ArgumentGroup, list[argparse.Action]]],
@@ -87,12 +107,13 @@ def _format(
 ) -> str:
     formatter = parser._get_formatter()
     if intro:
-        formatter.add_usage(parser.usage or f"{parser.prog} [options]", [], [])
+        formatter.add_usage(parser.usage or _usage(parser), [], [])
         text = parser.description or ""
         formatter.add_text(text if "\n" in text else textwrap.fill(text, WIDTH - 2))
     folded: list[str] = []
+    kept = _own_group(groups)
     for group, actions in groups:
-        if fold and len(actions) > LARGE:
+        if fold and len(actions) > LARGE and group is not kept:
             flags = [
                 next(f for f in a.option_strings if f.startswith("--")) for a in actions if a.option_strings
             ]

@@ -66,7 +66,12 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     group.add_argument("--methods", nargs="+", metavar="METHOD", help="drafters (all that are loaded)")
     group.add_argument(
-        "--drafts", nargs="+", type=positive, default=[1, 3, 5, 7], metavar="K", help="(1 3 5 7)"
+        "--drafts",
+        nargs="+",
+        type=positive,
+        default=[1, 3, 5, 7],
+        metavar="K",
+        help="numbers of drafts (1 3 5 7)",
     )
     group.add_argument(
         "--concurrency",

@@ -31,8 +31,8 @@ from draftwise.sampling.params import SamplingParams
 class LLM(Absent):
     """A model, its drafters, and an engine that generates with them.
 
-    ``model`` is a local folder or a hub id in Hugging Face format; omitted, it is the embedded demo model with its
-    draft model. Keywords are those of `EngineConfig`, above all ``speculative_config``.
+    ``model`` is a local folder, a GGUF file or a hub id; omitted, it is the embedded demo model with its MTP layer,
+    which drafts, and its draft model. Keywords are those of `EngineConfig`, above all ``speculative_config``.
 
     Threads may share it: their calls of `generate` and `chat` take turns. `AsyncLLM` serves callers at once.
 
@@ -71,8 +71,8 @@ class LLM(Absent):
         all, or one (or None) each; loaded when it is first named. Of more than ``max_loras`` of them, some wait until
         the others' prompts are answered. All prompts are validated before any is run.
 
-        Raises RequestError for an invalid request (nothing was run). A request that fails while it runs is
-        answered with ``finish_reason == "error"``.
+        Raises RequestError for an invalid request (nothing was run), EngineDeadError if the engine was closed or
+        fails. A request that fails while it runs is answered with ``finish_reason == "error"``.
         """
         many = all_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -160,7 +160,7 @@ class LLM(Absent):
         last message, not with a new one. ``chat_template_kwargs``: further variables of the template, such as
         ``enable_thinking``. ``chat_template_content_format``: "auto" or "string"; templates get contents as text.
 
-        Raises RequestError if the model has no chat template and none is given.
+        Raises RequestError if the model has no chat template and none is given, and what `generate` raises.
         """
         if chat_template_content_format not in ("auto", "string"):
             raise RequestError(
