@@ -127,6 +127,14 @@ def test_a_file_of_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         assert main.main(["run-batch", *wrong, *SMALL]) == 2
 
 
+def test_the_line_that_the_help_shows_is_answered(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.main(["run-batch", "--help"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    asked = tmp_path / "in.jsonl"
+    asked.write_text(line)
+    assert main.main(["run-batch", "-i", str(asked), "-o", str(tmp_path / "out.jsonl"), *SMALL]) == 0
+
+
 @pytest.mark.parametrize("command", [["complete"], ["complete", "-"]])
 def test_stdin_that_is_not_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]

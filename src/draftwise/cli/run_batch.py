@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 BOOLEANS = ENGINE_BOOLEANS
 
-_EXAMPLE = """example of a line:
-  {"custom_id": "1", "method": "POST", "url": "/v1/completions",
-   "body": {"model": "m", "prompt": "def main(", "max_tokens": 16}}
+_EXAMPLE = """example of a line ("model" may be left out of the body, or is the one that runs):
+{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def main(", "max_tokens": 16}}
 """
 
 
