@@ -111,7 +111,9 @@ def test_chat_on_a_base_model_says_what_to_do(llm: LLM, monkeypatch: pytest.Monk
     messages = [{"role": "user", "content": "hello"}]
     with monkeypatch.context() as patch:
         patch.setattr(llm.get_tokenizer(), "chat_template", None)
-        with pytest.raises(RequestError, match=r"no chat template .* use generate"):
+        with pytest.raises(
+            RequestError, match=r"no chat template .* use generate.*/v1/completions.*--chat-template"
+        ):
             llm.chat(messages)
     assert llm.chat(messages, GREEDY.replace(max_tokens=4))[0].prompt == "hello"
     template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -71,8 +71,12 @@ def tiny_general(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["starcoder2", "minicpm3"])
-def test_a_general_model_is_looked_at_without_its_weights(kind: str, tmp_path: Path) -> None:
+def test_a_general_model_is_looked_at_without_its_weights(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tiny_general(tmp_path, kind)
+    assert main.main(["show", str(folder)]) == 0
+    assert "our operations if they compute all of it" in capsys.readouterr().out, "these are put together"
     facts = describe(folder)
     assert facts.way == "general" and facts.refused is None
     assert facts.layout_is_exact == (kind != "minicpm3"), "numbers tell whether what is latent can be kept so"

@@ -18,7 +18,7 @@ _NAME, _WIDTH = 14, 80
 _TOGETHER = "\xa0"  # a space at which no line is broken
 _WAYS = {
     "own": "code of its own, on our kernels",
-    "general": "Transformers' code, on our cache and linear layers (checked at load)",
+    "general": "our operations if they compute all of it, else Transformers' code (found out at load)",
     "": "none",
 }
 

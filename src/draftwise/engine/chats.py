@@ -82,8 +82,8 @@ def chat_prompt(
     ]
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise RequestError(
-            "this model has no chat template (it is a base model): use generate with a plain prompt, or pass "
-            "chat_template"
+            "this model has no chat template (it is a base model): use generate with a plain prompt (over HTTP "
+            "/v1/completions), or give one: chat_template, or draftwise serve --chat-template FILE"
         )
     import jinja2
 
