@@ -160,6 +160,31 @@ def test_requests_go_on_with_an_adapter_that_is_unloaded(world: World) -> None:
     assert asyncio.run(run()) == (world.texts[1], [])
 
 
+def test_an_adapter_goes_when_its_last_request_has_ended(world: World) -> None:
+    """Unloaded while a request with it waits for a place: the request is answered, and then the memory is free."""
+
+    async def run() -> list[str]:
+        first, second = (LoRARequest(f"a{i}", i + 1, path) for i, path in enumerate(world.adapters))
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        async with AsyncLLM(world.model, enable_lora=True, max_loras=1, **OPTIONS) as llm:
+            for module in (first, second):  # more names than places
+                await llm.add_lora(module)
+            streams = [llm.submit("hello", params, lora_request=module) for module in (first, second)]
+            await asyncio.gather(*(stream.ready() for stream in streams))
+            assert await llm.remove_lora(2)
+            found = ["", ""]
+            for i, stream in enumerate(streams):
+                async for output in stream:
+                    found[i] = output.outputs[0].text
+                stream.close()
+            core = llm._engine.core
+            assert await llm.remove_lora(1)
+            assert core.adapters == {} and not core.scheduler.adapters.has_moves
+            return found
+
+    assert asyncio.run(run()) == world.texts[1:]
+
+
 def test_modules_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     found = parse_modules(["a=x/y", '{"name": "b", "path": "z"}'])
     assert [(m.lora_name, m.lora_int_id, m.lora_path) for m in found] == [("a", 1, "x/y"), ("b", 2, "z")]

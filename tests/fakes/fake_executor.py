@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from draftwise.models.lora.low_rank import LowRank
 from draftwise.runner.executor import Executor
 from draftwise.types import RowResult, StepPlan, StepResult
 
@@ -42,6 +44,7 @@ class _Row:
     num_computed: int
     blocks: list[int]
     max_total: int
+    adapter: int = 0
     drafts: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
 
@@ -57,9 +60,19 @@ class FakeExecutor(Executor):
         self.random = random.Random(seed)
         self.rows: dict[int, _Row] = {}
         self.slots: dict[int, int] = {}
+        self.adapters: set[int] = set()
+        self.most_adapters = 0  # that were held at once
 
     def slot(self, row: _Row, key: int) -> int:
         return row.blocks[key // self.block_size] * self.block_size + key % self.block_size
+
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        assert slot not in self.adapters
+        self.adapters.add(slot)
+        self.most_adapters = max(self.most_adapters, len(self.adapters))
+
+    def drop_adapter(self, slot: int) -> None:
+        self.adapters.remove(slot)
 
     def execute(self, plan: StepPlan) -> StepResult:
         for rid, kept in plan.trimmed:
@@ -69,7 +82,9 @@ class FakeExecutor(Executor):
         for new in plan.new:
             tokens = new.token_ids_np.tolist()
             assert new.num_computed == len(new.block_ids) * self.block_size < len(tokens)
-            self.rows[new.rid] = _Row(tokens, new.num_computed, list(new.block_ids), new.max_total)
+            self.rows[new.rid] = _Row(
+                tokens, new.num_computed, list(new.block_ids), new.max_total, new.adapter
+            )
         for planned in plan.rows:
             self.rows[planned.rid].blocks.extend(planned.new_block_ids)
         assert sum(p.num_new + p.num_draft for p in plan.rows) <= self.max_rows
@@ -100,6 +115,7 @@ class FakeExecutor(Executor):
 
     def _run(self, rid: int, num_new: int, num_draft: int, budget: int) -> RowResult:
         row = self.rows[rid]
+        assert row.adapter in self.adapters | {0}, f"request {rid}: adapter {row.adapter} is not held"
         base = row.num_computed + num_new
         assert num_new >= 1 and base <= len(row.tokens)
         assert len(row.blocks) * self.block_size >= base + num_draft
@@ -206,10 +222,19 @@ class LateExecutor(Executor):
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
 
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        self._between_steps(lambda: self.inner.load_adapter(slot, adapter))
+
+    def drop_adapter(self, slot: int) -> None:
+        self._between_steps(lambda: self.inner.drop_adapter(slot))
+
     def forget(self) -> None:
+        self._between_steps(self.inner.forget)
+
+    def _between_steps(self, work: Callable[[], None]) -> None:
         while self.queue:
             self.run_one()
-        self.inner.forget()
+        work()
 
     def close(self) -> None:
         self.inner.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tests.fakes.lora import ATTENTION, merge, save_adapter
 from tests.fakes.tiny import save_llama
 from tests.native import native_or_skip
 
-from draftwise import LLM, LoRARequest, SamplingParams
+from draftwise import LLM, AsyncLLM, LoRARequest, SamplingParams
 from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError, ModelLoadError, RequestError
 from draftwise.models.inputs import RowInput, build_step_input
@@ -288,7 +290,7 @@ def test_the_least_recently_used_makes_room(world: World, wanted: list[list[tupl
         assert texts(engine.generate(PROMPTS[:1], GREEDY, lora_request=world.requests[1])) == [wanted[2][0]]
 
 
-def test_more_adapters_in_a_call_than_places_wait_for_their_turn(
+def test_more_adapters_in_a_call_than_places_wait_for_one_another(
     world: World, wanted: list[list[tuple[int, ...]]], tmp_path: Path
 ) -> None:
     asked = [None, *world.requests, world.requests[0]]
@@ -303,6 +305,49 @@ def test_more_adapters_in_a_call_than_places_wait_for_their_turn(
                 engine.generate(PROMPTS[:4], GREEDY, lora_request=[*world.requests, absent])
             assert engine.stats().num_requests_finished == computed
             engine.check_integrity()
+
+
+def test_requests_of_an_asynchronous_engine_wait_for_places(
+    world: World, wanted: list[list[tuple[int, ...]]]
+) -> None:
+    asked = [None, *world.requests, *world.requests, None]
+
+    async def one(llm: AsyncLLM, i: int) -> tuple[int, ...]:
+        found: tuple[int, ...] = ()
+        async for output in llm.generate(PROMPTS[i % 5], GREEDY, lora_request=asked[i]):
+            found = tuple(output.outputs[0].token_ids)
+        return found
+
+    async def all_of_them(**options: Any) -> list[tuple[int, ...]]:
+        async with AsyncLLM(world.model, enable_lora=True, max_loras=1, **options, **OPTIONS) as llm:
+            found = await asyncio.gather(*(one(llm, i) for i in range(len(asked))))
+            llm.check_integrity()
+            assert await one(llm, 1) == found[1]
+            return found
+
+    expected = [wanted[(0, 1, 2, 3, 1, 2, 3, 0)[i]][i % 5] for i in range(len(asked))]
+    assert asyncio.run(all_of_them()) == expected
+    assert asyncio.run(all_of_them(async_scheduling=True)) == expected
+
+
+def test_as_many_as_are_kept_need_no_file(
+    world: World, wanted: list[list[tuple[int, ...]]], tmp_path: Path
+) -> None:
+    copies = []
+    for i, known in enumerate(world.requests, 1):
+        shutil.copytree(known.lora_path, tmp_path / str(i))
+        copies.append(LoRARequest(f"copy{i}", i, str(tmp_path / str(i))))
+    with pytest.raises(ConfigError, match="max_cpu_loras: 1 is under max_loras = 2"):
+        LLM(world.model, enable_lora=True, max_loras=2, max_cpu_loras=1, **OPTIONS)
+    with LLM(world.model, enable_lora=True, max_loras=1, max_cpu_loras=2, **OPTIONS) as engine:
+        for copy in (*copies, copies[1]):  # the first is forgotten when the third is read
+            engine.generate(PROMPTS[:1], GREEDY, lora_request=copy)
+        for copy in copies:
+            shutil.rmtree(copy.lora_path)
+        found = texts(engine.generate(PROMPTS[:2], GREEDY, lora_request=copies[1:]))
+        assert found == [wanted[2][0], wanted[3][1]]
+        with pytest.raises(RequestError, match="does not exist"):
+            engine.generate(PROMPTS[:1], GREEDY, lora_request=copies[0])
 
 
 def test_requests_that_make_no_sense(llm: LLM, world: World, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class Engine(RuleBasedStateMachine):
         mode=st.sampled_from(["in step", "ahead", "late"]),
         chunks=st.booleans(),
         rounds=st.sampled_from([1, 8]),
+        places=st.integers(1, 2),
     )
     def start(
         self,
@@ -44,16 +45,17 @@ class Engine(RuleBasedStateMachine):
         mode: str,
         chunks: bool,
         rounds: int,
+        places: int,
     ) -> None:
         """``mode``: steps are taken in at once, or one later; and then the device may be late, too. ``rounds``: blocks
-        are found for so many, of which the executor computes one."""
+        are found for so many, of which the executor computes one. ``places``: for adapters."""
         # One request fits alone; with few extra blocks, two seldom do.
         num_blocks = -(-MAX_LEN // block_size) + extra_blocks
         self.time = 0.0
         ahead = mode != "in step"
         self.executor = FakeExecutor(num_blocks, block_size, seed, max(budget, seqs), ahead)
         self.scheduler = Scheduler(
-            SchedulerConfig(seqs, max(budget, seqs), chunks),
+            SchedulerConfig(seqs, max(budget, seqs), chunks, max_adapters=places),
             KVManager(num_blocks, block_size, caching),
             StaticController(),
             self.clock,
@@ -61,6 +63,7 @@ class Engine(RuleBasedStateMachine):
         )
         device = LateExecutor(self.executor) if mode == "late" else self.executor
         self.core = EngineCore(self.scheduler, device, self.clock, ahead=ahead)
+        self.core.adapters.update((adapter, {}) for adapter in range(1, 5))
         self.requests: list[Request] = []
         self.added: dict[int, int] = {}
 
@@ -74,8 +77,11 @@ class Engine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 25),
         k=st.integers(0, 8),
         priority=st.integers(0, 1),
+        adapter=st.sampled_from([0, 0, 1, 2, 3, 4]),
     )
-    def add(self, prompt: list[int], shared: bool, max_tokens: int, k: int, priority: int) -> None:
+    def add(
+        self, prompt: list[int], shared: bool, max_tokens: int, k: int, priority: int, adapter: int
+    ) -> None:
         if shared:  # a prefix that others have too
             prompt = ([1, 2, 3, 4] * 4 + prompt)[:30]
         rid = len(self.requests)
@@ -88,6 +94,7 @@ class Engine(RuleBasedStateMachine):
             seed=0,
             arrival_time=self.time,
             priority=priority,
+            adapter=adapter,
         )
         if not self.scheduler.config.chunked_prefill and len(prompt) > self.executor.max_rows:
             with pytest.raises(RequestError, match="chunked prefill is off"):
@@ -110,6 +117,11 @@ class Engine(RuleBasedStateMachine):
         if self.requests:
             self.core.cancel(data.draw(st.integers(0, len(self.requests) - 1)))
 
+    @rule(adapter=st.integers(1, 4))
+    def forget_adapter(self, adapter: int) -> None:
+        if adapter not in self.scheduler.adapters_in_use():
+            self.scheduler.adapters.forget(adapter)
+
     @invariant()
     def books_agree(self) -> None:
         if hasattr(self, "core"):
@@ -129,6 +141,7 @@ class Engine(RuleBasedStateMachine):
         while self.core.has_work:
             self._one_step()
         assert not self.executor.rows, "the executor keeps finished requests"
+        assert self.executor.most_adapters <= self.scheduler.config.max_adapters
         for request in self.requests:
             prompt = request.tokens_np[: request.num_prompt].tolist()
             output = request.output_ids()

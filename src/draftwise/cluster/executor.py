@@ -41,9 +41,9 @@ class RanksExecutor(Executor):
     def forget(self) -> None:
         self.ranks.ask(lambda number: Order(number, "forget"))
 
-    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
-        """Each rank takes its part of it, or none does: all look at the whole adapter's names and shapes."""
-        answers = self.ranks.ask(lambda number: Order(number, "load_adapter", slot=slot, adapter=adapter))
+    def check_adapter(self, adapter: Mapping[str, LowRank]) -> None:
+        """All ranks look at the whole adapter's names and shapes, so that all say the same."""
+        answers = self.ranks.ask(lambda number: Order(number, "check_adapter", adapter=adapter))
         refusal = answers[0].refusal
         if any((answer.refusal is None) != (refusal is None) for answer in answers):
             raise self.ranks.part(
@@ -51,6 +51,10 @@ class RanksExecutor(Executor):
             )
         if refusal is not None:
             raise refusal
+
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        """Each rank takes its part of it."""
+        self.ranks.ask(lambda number: Order(number, "load_adapter", slot=slot, adapter=adapter))
 
     def drop_adapter(self, slot: int) -> None:
         self.ranks.ask(lambda number: Order(number, "drop_adapter", slot=slot))

@@ -13,7 +13,7 @@ from draftwise.errors import DraftwiseError
 from draftwise.models.lora.low_rank import LowRank
 from draftwise.types import RowResult, StepPlan, StepResult
 
-Call = Literal["execute", "forget", "load_adapter", "drop_adapter", "close"]
+Call = Literal["execute", "forget", "check_adapter", "load_adapter", "drop_adapter", "close"]
 
 
 class Order(NamedTuple):

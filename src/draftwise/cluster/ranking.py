@@ -75,6 +75,9 @@ def _serve(channel: Connection, executor: Executor, *, first: bool) -> None:
                 assert order.plan is not None
                 result = executor.execute(order.plan)
                 answer = Answer(order.number, digest(result.rows), result if first else None)
+            elif order.call == "check_adapter":
+                assert order.adapter is not None
+                executor.check_adapter(order.adapter)
             elif order.call == "load_adapter":
                 assert order.adapter is not None
                 executor.load_adapter(order.slot, order.adapter)

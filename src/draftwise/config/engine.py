@@ -135,7 +135,10 @@ class EngineConfig:
         None, to.string, "folder that keeps rounded weights for the next start, or auto (they are not kept)"
     )
     enable_lora: bool = option(False, to.boolean, "take LoRA adapters (lora_request)")
-    max_loras: int = option(8, to.integer(1), "most adapters held at a time (8)")
+    max_loras: int = option(8, to.integer(1), "most adapters of one step (8)")
+    max_cpu_loras: int | None = option(
+        None, to.integer(1), "most adapters kept in memory for later requests (as many as max_loras)"
+    )
     max_lora_rank: int = option(16, to.integer(1), "largest rank of an adapter (16)")
     cudagraph_capture_sizes: tuple[int, ...] | None = option(
         None, SIZES, "row counts captured in CUDA graphs"
@@ -212,6 +215,8 @@ class EngineConfig:
             raise ConfigError("quantization_cache: keeps weights in int8 and int4, not in fp8; leave it out")
         if self.quantization_cache is not None and self.quantization is None:
             raise ConfigError("quantization_cache: keeps weights that quantization= rounds; give that, too")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(f"max_cpu_loras: {self.max_cpu_loras} is under max_loras = {self.max_loras}")
         transfer_folder(self.kv_transfer_config)
 
     def _refuse_contradictions(self) -> None:

@@ -127,7 +127,8 @@ class AsyncLLM(Absent):
         Long work (a long text, a grammar) is done in a thread. Await `RequestStream.ready` to know before the first
         output whether the request is valid. Requests are served in the order of these calls.
 
-        ``lora_request``: an adapter, loaded in a thread when it is first named.
+        ``lora_request``: an adapter, read in a thread when it is first named. While running requests have
+        ``max_loras`` others, the request waits.
         ``keep_trace``: remember the verified trees of this request (None: as the engine was built).
         ``numbers``: the numbers of its samples, for callers that number requests over several engines. They must be
         unique within an engine. Such callers hand over their ``sampling_params``, which are not copied.
@@ -160,9 +161,9 @@ class AsyncLLM(Absent):
             self._streams[name] = stream
 
         def prepare() -> RequestGroup:
-            slot = self._engine.adapters.slot(lora_request, self._between_steps)
+            lease = self._engine.adapters.lease(lora_request, self._between_steps)
             return processor.group(
-                prompt, params, name, priority, keep_trace=keep_trace, numbers=numbers, adapter=slot
+                prompt, params, name, priority, keep_trace=keep_trace, numbers=numbers, lease=lease
             )
 
         lane = processor.lane(prompt, params)
@@ -186,11 +187,11 @@ class AsyncLLM(Absent):
                 return  # the reader is gone
             for request in group.requests:
                 self._engine.core.scheduler.check(request.num_prompt, request.max_total)
-                self._engine.adapters.check(request.adapter)
             stream.queued(group)
             for request in group.requests:
                 self._by_rid[request.rid] = stream
                 self._engine.core.add(request)
+            group.lease = None
             self._wakeup.notify()
 
     def read(self, stream: RequestStream) -> Reading | None:
@@ -289,7 +290,7 @@ class AsyncLLM(Absent):
     # ------------------------------------------------------------------------------------------- adapters
 
     def load_lora(self, lora_request: LoRARequest) -> None:
-        """Load an adapter that stays until `remove_lora`, and wait for it. Raises RequestError if it cannot be."""
+        """Read an adapter, which stays in memory until `remove_lora`. Raises RequestError if that cannot be."""
         self._engine.adapters.add(lora_request, self._between_steps)
 
     async def add_lora(self, lora_request: LoRARequest) -> None:
@@ -306,10 +307,11 @@ class AsyncLLM(Absent):
         return self._engine.adapters.requests()
 
     def prefix_salt(self, lora_request: LoRARequest | None) -> str | None:
-        """The salt of this adapter's blocks in the prefix cache. Loads the adapter if necessary."""
-        return adapter_salt(self._engine.adapters.slot(lora_request, self._between_steps))
+        """The salt of this adapter's blocks in the prefix cache. Reads the adapter if necessary."""
+        lease = self._engine.adapters.lease(lora_request, self._between_steps)
+        return None if lease is None else adapter_salt(lease.slot)
 
-    def _between_steps(self, work: Callable[[], None]) -> None:
+    def _between_steps(self, work: Callable[[], object]) -> None:
         """Run a function in the engine's thread before its next step, and wait for it."""
         self._thread.between_steps(work).result()
 

@@ -96,6 +96,7 @@ def build_engine(
             max_num_seqs=facts.num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             chunked_prefill=config.enable_chunked_prefill,
+            max_adapters=config.max_loras,
         ),
         # A prefix's keys are no use without the state behind it.
         KVManager(
@@ -139,7 +140,10 @@ def build_engine(
         guarantees=_guarantees(facts, config),
         kv_cache_bytes=facts.cache_bytes,
         adapters=Adapters(
-            core, enabled=config.enable_lora, most=config.max_loras, max_rank=config.max_lora_rank
+            core,
+            enabled=config.enable_lora,
+            most=config.max_cpu_loras or config.max_loras,
+            max_rank=config.max_lora_rank,
         ),
     )
 

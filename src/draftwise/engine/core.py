@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from draftwise.kv.events import CacheEvent
+from draftwise.models.lora.low_rank import LowRank
 from draftwise.runner.executor import Executor
 from draftwise.sched.request import Request, RequestUpdate, SpeculationCounts
 from draftwise.sched.scheduler import Scheduler
@@ -67,11 +68,15 @@ class EngineCore:
         self.clock = clock
         self.lock = threading.RLock()
         self.totals = Totals()
+        self.adapters: dict[
+            int, Mapping[str, LowRank]
+        ] = {}  # by number; what the executor may be told to hold
         self._ahead = ahead
         self._stepping = False  # a thread is in `step`
         self._flights: deque[_Flight] = deque()  # handed over, not taken in: two at most
         self._cache_listeners: tuple[CacheListener, ...] = ()
         self._closers: list[Callable[[], None]] = []
+        self._moved = False  # adapters were, since the last step was taken in
         self._taken_in = 0.0  # when the latest step was, or the first one was handed over
         self._captured = (0, 0)  # `Executor.num_captured` when the last two steps were taken in
 
@@ -89,6 +94,28 @@ class EngineCore:
         with self.lock:
             self.scheduler.add(request)
             self.executor.hurry(True)
+
+    def move_adapters(self) -> bool:
+        """Have the executor hold the adapters of the requests that run now, instead of others. Between two steps.
+        False: there was nothing to do."""
+        places = self.scheduler.adapters
+        if not places.has_moves:
+            return False
+        while True:
+            with self.lock:
+                move = places.take_move()
+                adapter = None if move is None else self.adapters.get(move.adapter)
+            if move is None:
+                return True
+            try:
+                if move.what == "drop":
+                    self.executor.drop_adapter(move.adapter)
+                elif adapter is not None:  # else all its requests were cancelled in the meantime
+                    self.executor.load_adapter(move.adapter, adapter)
+            except BaseException:
+                with self.lock:
+                    places.put_back(move)
+                raise
 
     def cancel(self, rid: int) -> bool:
         """Stop a request; False if it had ended."""
@@ -131,6 +158,7 @@ class EngineCore:
             self.executor.hurry(False)
             plan = self.scheduler.schedule()
         try:
+            moved = self.move_adapters()
             result = self.executor.execute(plan)
         except BaseException:  # Ctrl-C, say: the step has no results
             with self.lock:
@@ -140,7 +168,7 @@ class EngineCore:
             updates = self.scheduler.commit(result)
             seconds = self.clock() - start
             if result.rows:
-                self.scheduler.learn(result, seconds)
+                self.scheduler.learn(result, None if moved else seconds)
             self._count(result, updates, seconds)
         return updates
 
@@ -150,6 +178,7 @@ class EngineCore:
             with self.lock:
                 plan = self.scheduler.schedule()
             if plan.rows or plan.removed or plan.trimmed or not self._flights:
+                self._moved = self.move_adapters() or self._moved
                 queued = bool(self._flights)
                 self._flights.append(_Flight(self.executor.submit(plan), queued))
                 if not queued:
@@ -165,7 +194,8 @@ class EngineCore:
             seconds, self._taken_in = now - self._taken_in, now
             if result.rows:
                 # While one step follows on another, the time from one end to the next is what a step takes.
-                new = self._made_something()
+                new = self._made_something() or self._moved
+                self._moved = False
                 self.scheduler.learn(result, seconds if flight.queued and not new else None)
             self._count(result, updates, seconds)
         return updates

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from draftwise.engine.adapters import Lease
 from draftwise.engine.detokenizer import IncrementalDetokenizer
 from draftwise.engine.outputs import (
     CompletionOutput,
@@ -96,8 +97,9 @@ class RequestGroup:
         detokenizers: Sequence[IncrementalDetokenizer | None],
         tokenizer: TokenText | None,
         grammar: Grammar | None = None,
+        lease: Lease | None = None,
     ) -> None:
-        """``grammar``: a reference that keeps the compiled grammar alive for the executor."""
+        """``grammar``: a reference that keeps the compiled grammar for the executor. ``lease``: of its adapter."""
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
@@ -106,6 +108,8 @@ class RequestGroup:
         self._prompt_ids: tuple[int, ...] = tuple(requests[0].known_np[: requests[0].num_prompt].tolist())
         self._prompt_logprobs: tuple[LogprobsDict | None, ...] | None = None
         self._grammar = grammar
+        self.lease = lease
+        """Whoever queues its requests lets go of this: then they keep the adapter themselves."""
 
     @property
     def requests(self) -> list[Request]:

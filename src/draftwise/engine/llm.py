@@ -14,6 +14,7 @@ from draftwise import lifetime
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.config.lora import LoRARequest
 from draftwise.engine.absent import Absent
+from draftwise.engine.adapters import at_once
 from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
 from draftwise.engine.chats import chat_prompt
 from draftwise.engine.defaults import default_params
@@ -68,8 +69,8 @@ class LLM(Absent):
 
         ``sampling_params``: one for all or one each. ``use_tqdm``: progress bar on stderr (default: when there are
         several prompts and stderr is a terminal). ``priority``: lower values first. ``lora_request``: an adapter for
-        all, or one (or None) each; loaded when it is first named. Of more than ``max_loras`` of them, some wait until
-        the others' prompts are answered. All prompts are validated before any is run.
+        all, or one (or None) each; read when it is first named. Prompts with more than ``max_loras`` of them wait for
+        one another. All prompts are validated before any is run.
 
         Raises RequestError for an invalid request (nothing was run), EngineDeadError if the engine was closed or
         fails. A request that fails while it runs is answered with ``finish_reason == "error"``.
@@ -91,25 +92,17 @@ class LLM(Absent):
         adapters = _one_each(lora_request, len(many))
         with self._turns:
             engine = self._alive()
-            turns = engine.adapters.turns(adapters)
-            slots = {i: engine.adapters.slot(adapters[i], lambda work: work()) for i in turns[0]}
+            leases = [engine.adapters.lease(adapter, at_once) for adapter in adapters]
             groups = [
-                engine.processor.group(prompt, p, priority=rank, adapter=slots.get(i, 0))
-                for i, (prompt, p, rank) in enumerate(zip(many, params, ranks, strict=True))
+                engine.processor.group(prompt, p, priority=rank, lease=lease)
+                for prompt, p, rank, lease in zip(many, params, ranks, leases, strict=True)
             ]
             for group in groups:
                 for request in group.requests:
                     engine.core.scheduler.check(request.num_prompt, request.max_total)
-                    engine.adapters.check(request.adapter)
             show = use_tqdm if use_tqdm is not None else len(groups) > 1 and sys.stderr.isatty()
             with _progress(sum(len(group.requests) for group in groups) if show else 0) as progress:
-                self._run([groups[i] for i in turns[0]], progress)
-                for turn in turns[1:]:  # the adapters of the one before make room
-                    for i in turn:
-                        slot = engine.adapters.slot(adapters[i], lambda work: work())
-                        for request in groups[i].requests:
-                            request.adapter = slot
-                    self._run([groups[i] for i in turn], progress)
+                self._run(groups, progress)
         return [group.output() for group in groups]
 
     def _run(self, groups: Sequence[RequestGroup], progress: RequestProgress | None) -> None:
@@ -120,6 +113,8 @@ class LLM(Absent):
             with WholeSteps() as steps, torch.inference_mode():
                 for request in requests:
                     engine.core.add(request)
+                for group in groups:
+                    group.lease = None
                 # Nothing is under way afterwards: a process may fork then.
                 while open_rids or engine.core.in_flight:
                     for update in engine.core.step():

@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from draftwise.config import RequestLimits, SpeculativeConfig
+from draftwise.engine.adapters import Lease
 from draftwise.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
 from draftwise.engine.facts import Traits
 from draftwise.engine.group import RequestGroup
@@ -109,12 +110,12 @@ class Processor:
         *,
         keep_trace: bool | None = None,
         numbers: Numbers | None = None,
-        adapter: int = 0,
+        lease: Lease | None = None,
     ) -> RequestGroup:
         """Make the n requests of one prompt. ``keep_trace``: whether they record their steps (None: the engine's
-        choice); ``numbers``: their numbers, if already taken (None: the next ones); ``adapter``: see `Request`.
-        May be called by several threads at once. Raises RequestError; `LimitError`, one of these, before any work is
-        done."""
+        choice); ``numbers``: their numbers, if already taken (None: the next ones); ``lease``: of their
+        adapter, None: they have none. May be called by several threads at once. Raises RequestError; `LimitError`, one
+        of these, before any work is done."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority is {shown(priority)}; it must be an integer")
         self.check(prompt, params)
@@ -170,12 +171,12 @@ class Processor:
                     bad_words_ids=bad_words,
                     sink=None if stops is None else detokenizer,
                     keep_trace=self._keep_trace if keep_trace is None else keep_trace,
-                    adapter=adapter,
+                    adapter=0 if lease is None else lease.slot,
                 )
             )
             detokenizers.append(detokenizer)
         name = request_id if request_id is not None else str(requests[0].rid)
-        return RequestGroup(name, text, params, requests, detokenizers, self.tokenizer, grammar)
+        return RequestGroup(name, text, params, requests, detokenizers, self.tokenizer, grammar, lease)
 
     def _draw_seed(self, number: int) -> int:
         """A seed for a request without one: fresh entropy, or, with an engine seed, a function of it and of the

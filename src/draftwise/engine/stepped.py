@@ -10,6 +10,7 @@ import torch
 from draftwise import lifetime
 from draftwise.config import resolve_engine_config
 from draftwise.config.lora import LoRARequest
+from draftwise.engine.adapters import at_once
 from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.interrupts import WholeSteps
@@ -59,15 +60,15 @@ class LLMEngine:
         engine = self._alive()
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use")
-        slot = engine.adapters.slot(lora_request, lambda work: work())
+        lease = engine.adapters.lease(lora_request, at_once)
         chosen = own_params(params)
-        group = engine.processor.group(one_prompt(prompt), chosen, request_id, priority, adapter=slot)
+        group = engine.processor.group(one_prompt(prompt), chosen, request_id, priority, lease=lease)
         for request in group.requests:
             engine.core.scheduler.check(request.num_prompt, request.max_total)
-            engine.adapters.check(request.adapter)
         for request in group.requests:
             engine.core.add(request)
             self._names[request.rid] = request_id
+        group.lease = None
         self._groups[request_id] = group
         return request_id
 

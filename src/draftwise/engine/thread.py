@@ -33,7 +33,7 @@ class EngineThread:
         self._announce = announce
         self._end = end
         self.wakeup = threading.Condition(core.lock)
-        self._between: list[tuple[Callable[[], None], Future[None]]] = []  # to be done before the next step
+        self._between: list[tuple[Callable[[], object], Future[None]]] = []  # to be done before the next step
         self._closing = False
         self._failure: BaseException | None = None
         self._step_began: float | None = None
@@ -68,7 +68,7 @@ class EngineThread:
         if self._closing:
             raise EngineDeadError("the engine was closed")
 
-    def between_steps(self, work: Callable[[], None]) -> Future[None]:
+    def between_steps(self, work: Callable[[], object]) -> Future[None]:
         """Have a function run in the thread before its next step. Raises EngineDeadError."""
         done: Future[None] = Future()
         with self.wakeup:

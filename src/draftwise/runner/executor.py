@@ -36,8 +36,8 @@ class Executor(ABC):
         """`execute`, as far as it can be done without waiting for the device. At most two steps may be on their way."""
         return Launched(self.execute(plan))
 
-    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
-        """Make an adapter known under a number that no other has had (`NewRequest.adapter`); between two steps.
+    def check_adapter(self, adapter: Mapping[str, LowRank]) -> None:
+        """Whether an adapter could be loaded; between two steps.
 
         Raises:
             ConfigError: the engine was built without adapters.
@@ -45,8 +45,11 @@ class Executor(ABC):
         """
         raise ConfigError("lora_request: this engine was started without enable_lora")
 
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:  # noqa: B027
+        """Hold an adapter that was checked, under its number (`NewRequest.adapter`); between two steps."""
+
     def drop_adapter(self, slot: int) -> None:  # noqa: B027
-        """Let go of one that no request has; between two steps."""
+        """Let go of one that no running request has; between two steps. It may be loaded again."""
 
     @property
     def num_captured(self) -> int:

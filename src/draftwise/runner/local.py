@@ -347,12 +347,17 @@ class LocalExecutor(Executor):
     def _nothing(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step, (), drafter_failures=self._drafting.take_failures())
 
-    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+    def check_adapter(self, adapter: Mapping[str, LowRank]) -> None:
         model = adapted_of(self._model)
         if model is None:
-            super().load_adapter(slot, adapter)
-            return
-        self._here(lambda: model.load(slot, adapter))
+            super().check_adapter(adapter)
+        else:
+            model.check(adapter)
+
+    def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        model = adapted_of(self._model)
+        if model is not None:
+            self._here(lambda: model.load(slot, adapter))
 
     def drop_adapter(self, slot: int) -> None:
         model = adapted_of(self._model)

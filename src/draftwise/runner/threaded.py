@@ -164,6 +164,9 @@ class ThreadedExecutor(Executor):
     def forget(self) -> None:
         self._between_steps(self.inner.forget)
 
+    def check_adapter(self, adapter: Mapping[str, LowRank]) -> None:
+        self._between_steps(lambda: self.inner.check_adapter(adapter))
+
     def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
         self._between_steps(lambda: self.inner.load_adapter(slot, adapter))
 

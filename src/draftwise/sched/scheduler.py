@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from draftwise.adapt.controller import Controller, ControlStats, StepShape
 from draftwise.errors import ContextLengthError, RequestError
 from draftwise.kv.manager import KVManager
+from draftwise.sched.adapters import AdapterPlaces
 from draftwise.sched.admission import Refusal, admission, entering
 from draftwise.sched.ahead import outlook
 from draftwise.sched.columns import EMPTY_PLAN, PlanColumns
@@ -26,11 +27,13 @@ from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """``max_num_batched_tokens``: rows of one step, drafts included; at least ``max_num_seqs``. ``chunked_prefill``
-    off: a prompt is computed in one step or not at all; what a preempted request computes again may take several."""
+    off: a prompt is computed in one step or not at all; what a preempted request computes again may take several.
+    ``max_adapters``: that the executor holds at a time."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     chunked_prefill: bool = True
+    max_adapters: int = 1
 
 
 class Scheduler:
@@ -47,6 +50,7 @@ class Scheduler:
         """``most_rounds``: of a step, see `Executor.most_rounds`."""
         self.config = config
         self.kv = kv
+        self.adapters = AdapterPlaces(config.max_adapters)
         self._controller = controller
         self._draft_room = DraftRoom(kv, config.max_num_batched_tokens)
         self._rounds = RoundRoom(kv, most_rounds)
@@ -294,6 +298,7 @@ class Scheduler:
         self.num_preemptions += 1
         victim.num_preemptions += 1
         self._running.remove(victim)
+        self.adapters.leave(victim)
         self._side_by_side = self._flying_side_by_side = None
         self.kv.release(victim.rid)
         self._trimmed.pop(victim.rid, None)
@@ -305,9 +310,11 @@ class Scheduler:
         self._waiting.add(victim)
 
     def _admit(self, left: int, kept: int, shares: Shares) -> NewRequest | None:
-        """Admit the first waiting request if there is room for it, and give it a share. ``left``: rows that nobody has
-        yet, of which a prompt that can be cut leaves ``kept`` to drafts."""
-        request = self._waiting.first
+        """Admit the first waiting request, of those whose adapters find places, if there is room for it, and give it a
+        share. ``left``: rows that nobody has yet, of which a prompt that can be cut leaves ``kept`` to drafts."""
+        request = self.adapters.first(self._waiting)
+        if request is None:
+            return None
         # What a preempted request computes again may be longer than a step, whatever its prompt was.
         whole = not self.config.chunked_prefill and request.num_output == 0
         rows = left if whole else left - kept
@@ -327,6 +334,7 @@ class Scheduler:
         assert fresh is not None, "what was granted is there"
         self._controller.admit(rid, request.speculation, missing, request.max_total - request.num_tokens)
         self._waiting.remove(request)
+        self.adapters.enter(request)
         request.status = RequestStatus.RUNNING
         request.num_computed = cached
         request.num_cached = (
@@ -410,6 +418,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: str) -> None:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
+            self.adapters.leave(request)
             self._side_by_side = self._flying_side_by_side = None
             self.kv.release(request.rid)
             self._removed.append(request.rid)
@@ -429,3 +438,4 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError, naming what is wrong, if the books do not agree."""
         check_books(self.kv, self._requests, self._running, self._waiting)
+        self.adapters.check(self._running)

@@ -17,7 +17,7 @@ from draftwise.kernels.stacked import StackedAdditions
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
 from draftwise.models.lora.low_rank import LowRank
-from draftwise.models.lora.ops import AdaptedOps, AddingOps, PackedAdapter, additions_of, site_of
+from draftwise.models.lora.ops import AdaptedOps, AddingOps, PackedAdapter, additions_of, check_fits, site_of
 from draftwise.models.recorded import RecordedDecoder
 from draftwise.models.wrapped import WrappedDecoder
 from draftwise.types import AttentionBatch, StateRows, StepInput, TargetOutput
@@ -85,12 +85,15 @@ class AdaptedDecoder(WrappedDecoder):
 
     # ----------------------------------------------------------------------------------------------- adapters
 
-    def load(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
-        """Pack an adapter under a number that no other has had. Between two passes.
-
-        Raises:
-            ModelLoadError: it is for another model.
+    def check(self, adapter: Mapping[str, LowRank]) -> None:
         """
+        Raises:
+            ModelLoadError: the adapter is for another model.
+        """
+        check_fits(adapter, self._sites)
+
+    def load(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
+        """Pack an adapter that was checked, under a number that no other has. Between two passes."""
         assert slot > 0 and slot not in self._additions
         with torch.inference_mode():
             additions = additions_of(adapter, self._sites, self._with.dtype, self._with.device)

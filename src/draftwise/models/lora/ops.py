@@ -21,8 +21,12 @@ from draftwise.models.words import shorten
 def additions_of(
     adapter: Mapping[str, LowRank], sites: Sequence[LinearSite], dtype: torch.dtype, device: torch.device
 ) -> list[Addition | None]:
-    """What an adapter adds at each site; None: nothing.
+    """What an adapter that was checked adds at each site; None: nothing."""
+    return [_addition(adapter, site, dtype, device) for site in sites]
 
+
+def check_fits(adapter: Mapping[str, LowRank], sites: Sequence[LinearSite]) -> None:
+    """
     Raises:
         ModelLoadError: a layer that it changes is none of the model's, or has another shape.
     """
@@ -47,7 +51,6 @@ def additions_of(
             raise ModelLoadError(
                 f"{name}: only some of its outputs are computed as a linear layer to which something can be added"
             )
-    return [_addition(adapter, site, dtype, device) for site in sites]
 
 
 def site_of(site: LinearSite) -> AdditionSite:

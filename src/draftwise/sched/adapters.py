@@ -1,0 +1,118 @@
+"""Which adapters the executor holds: places, given to requests when they are admitted, as blocks of the cache are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from draftwise.sched.request import Request
+
+MOST_OVERTAKING = 64
+"""So many requests with adapters may be admitted before an older one whose adapter finds no place; then they wait, too,
+until it has one."""
+
+
+class Move(NamedTuple):
+    """What an executor is to be told before the next step."""
+
+    what: Literal["load", "drop"]
+    adapter: int
+
+
+class AdapterPlaces:
+    """The executor holds at most ``most`` adapters. One that no running request has makes room, least recently used
+    first. A request whose adapter finds no place waits, and others overtake it for a while.
+
+    Example (two places): requests with adapters 1, 2, 3, 1 and without one wait. 1 and 2 get places, the third is
+    passed over, the fourth shares the first one's place, and the fifth needs none. When 2's last request has ended, 3
+    takes its place.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._running: dict[int, int] = {}  # requests of each adapter that run
+        self._held: dict[int, None] = {}  # least recently used first
+        self._moves: list[Move] = []  # not yet done, in order
+        self._passed: int | None = None  # the oldest request that was passed over
+        self._overtaking = 0  # requests with adapters that were admitted since
+
+    def first(self, waiting: Iterable[Request]) -> Request | None:
+        """Which request is the next to be admitted; None: all wait for places."""
+        passed = False
+        for request in waiting:
+            if not request.adapter or (self._fits(request.adapter) and not (passed and self._closed)):
+                return request
+            if not passed:
+                passed = True
+                if self._passed != request.rid:
+                    self._passed, self._overtaking = request.rid, 0
+        return None
+
+    @property
+    def _closed(self) -> bool:
+        return self._overtaking >= MOST_OVERTAKING
+
+    def _fits(self, adapter: int) -> bool:
+        return adapter in self._running or len(self._running) < self._most
+
+    def enter(self, request: Request) -> None:
+        """A request that `first` named begins to run."""
+        adapter = request.adapter
+        if not adapter:
+            return
+        if self._passed == request.rid:
+            self._passed = None
+        elif self._passed is not None:
+            self._overtaking += 1
+        if adapter in self._held:
+            del self._held[adapter]  # it goes to the end
+        else:
+            if len(self._held) >= self._most:
+                self.forget(next(other for other in self._held if other not in self._running))
+            self._moves.append(Move("load", adapter))
+        self._held[adapter] = None
+        self._running[adapter] = self._running.get(adapter, 0) + 1
+
+    def leave(self, request: Request) -> None:
+        """A request that was running ended, or lost its place."""
+        adapter = request.adapter
+        if not adapter:
+            return
+        self._running[adapter] -= 1
+        if not self._running[adapter]:
+            del self._running[adapter]
+
+    def forget(self, adapter: int) -> None:
+        """The executor need not hold an adapter that no running request has."""
+        assert adapter not in self._running, f"adapter {adapter} is in use"
+        if adapter not in self._held:
+            return
+        del self._held[adapter]
+        load = Move("load", adapter)
+        if load in self._moves:
+            self._moves.remove(load)  # the executor never heard of it
+        else:
+            self._moves.append(Move("drop", adapter))
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether the executor is to be told of something before the next step."""
+        return bool(self._moves)
+
+    def take_move(self) -> Move | None:
+        """What the executor is to be told next, in order; None: nothing more."""
+        return self._moves.pop(0) if self._moves else None
+
+    def put_back(self, move: Move) -> None:
+        """A move could not be carried out: it is the next one again."""
+        self._moves.insert(0, move)
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Raise AssertionError if the books do not agree with who runs."""
+        found: dict[int, int] = {}
+        for request in running:
+            if request.adapter:
+                found[request.adapter] = found.get(request.adapter, 0) + 1
+        assert found == self._running, f"adapters of running requests are {found}, not {self._running}"
+        assert self._running.keys() <= self._held.keys(), "a request runs without a place for its adapter"
+        assert len(self._held) <= self._most, f"{len(self._held)} adapters are held, not {self._most}"
