@@ -99,6 +99,9 @@ def test_adapters_come_and_go(server: RunningServer, world: World) -> None:
     status, _, body = server.request("POST", "/v1/load_lora_adapter", load)
     assert (status, body) == (200, b"Success: LoRA adapter 'second' added successfully.")
     assert complete(server, "second") == world.texts[2]
+    metrics = server.request("GET", "/metrics")[2].decode()
+    [line] = [line for line in metrics.splitlines() if line.startswith("draftwise:lora_requests_info{")]
+    assert 'max_lora="8"' in line and 'running_lora_adapters=""' in line
     assert complete(server, "first") == world.texts[1]
     assert server.request("POST", "/v1/load_lora_adapter", load)[0] == 400
     status, _, body = server.request("POST", "/v1/unload_lora_adapter", {"lora_name": "second"})

@@ -18,6 +18,7 @@ from draftwise.adapt.controller import ControlStats
 from draftwise.config import resolve_engine_config
 from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import (
+    AdapterStats,
     CompletionOutput,
     EngineStats,
     RequestMetrics,
@@ -191,7 +192,7 @@ def test_what_nobody_has_seen_may_begin_again() -> None:
 
 def stats(**given: Any) -> EngineStats:
     zero: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    own = {"num_blocks": 10, "block_size": 16, "finish_reasons": {}, "drafter_failures": {}}
+    own = {"num_blocks": 10, "block_size": 16, "finish_reasons": {}, "drafter_failures": {}, "adapters": None}
     return EngineStats(
         **{**zero, **own, "speculation": SpeculationMetrics(), "control": ControlStats(), **given}
     )
@@ -211,6 +212,9 @@ def test_books_of_all_are_sums() -> None:
     assert both.finish_reasons == {"stop": 3, "abort": 1}
     assert both.speculation == SpeculationMetrics(3, 9, 3, (2, 1), {"ngram": 1})
     assert total([one]) == one
+    first, second = AdapterStats(2, ("a", "b"), ()), AdapterStats(2, ("b",), ("c",))
+    adapted = [stats(adapters=adapters) for adapters in (first, second)]
+    assert total(adapted).adapters == AdapterStats(4, ("a", "b"), ("c",)) and total(adapted[:1]) == adapted[0]
 
 
 class Two:

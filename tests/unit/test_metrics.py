@@ -11,7 +11,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftwise.adapt.controller import ControlStats, GroupControl
-from draftwise.engine.outputs import EngineStats, SpeculationMetrics
+from draftwise.engine.outputs import AdapterStats, EngineStats, SpeculationMetrics
 from draftwise.metrics import Histogram, Latencies, Metrics, statistics_line
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import Request, RequestUpdate
@@ -20,7 +20,8 @@ from draftwise.types import Speculation
 
 def stats(**given: Any) -> EngineStats:
     zero: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    own: dict[str, Any] = {"num_blocks": 10, "finish_reasons": {}, "drafter_failures": {}}
+    own: dict[str, Any] = {"num_blocks": 10, "block_size": 16, "finish_reasons": {}, "drafter_failures": {}}
+    own["adapters"] = None
     own["speculation"] = SpeculationMetrics()
     return EngineStats(**{**zero, **own, "control": ControlStats(), **given})
 
@@ -109,6 +110,24 @@ def test_names_of_another_prefix() -> None:
     own, others = (families(Metrics(Engine(stats()), "m", *given)) for given in ((), ("vllm",)))
     assert {name.replace("draftwise:", "vllm:") for name in own} == set(others)
     assert "vllm:num_requests_waiting" in others
+
+
+def test_what_gateways_read() -> None:
+    adapters = AdapterStats(2, ("go", "sql"), ("rust",))
+    for given, wanted in (
+        (None, []),
+        (adapters, [{"max_lora": "2", "running_lora_adapters": "go,sql", "waiting_lora_adapters": "rust"}]),
+        (AdapterStats(2), [{"max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}]),
+    ):
+        found = families(Metrics(Engine(stats(adapters=given)), "m", "vllm"))
+        samples = found["vllm:lora_requests_info"].samples
+        assert [sample.labels for sample in samples] == [{"model_name": "m", **labels} for labels in wanted]
+        assert all(sample.value > 1.7e9 for sample in samples)  # seconds
+        [cache] = found["vllm:cache_config_info"].samples
+        assert (
+            cache.labels == {"model_name": "m", "block_size": "16", "num_gpu_blocks": "10"}
+            and cache.value == 1
+        )
 
 
 def test_names_and_values() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from draftwise.config.lora import LoRARequest
 from draftwise.engine.core import EngineCore
+from draftwise.engine.outputs import AdapterStats
 from draftwise.errors import ConfigError, ModelLoadError, RequestError
 from draftwise.models.lora.low_rank import LowRank
 from draftwise.models.lora.peft import read_adapter
@@ -51,6 +52,7 @@ class Adapters:
         self._max_rank = max_rank
         self._entries: dict[int, _Entry] = {}  # by the user's number
         self._leaving: list[_Entry] = []  # unloaded; requests may still have them
+        self._names: dict[int, str] = {}  # by slot, of all in memory; under the engine's lock
         self._next_slot = 1
         self._uses = 0
         self._lock = threading.Lock()  # one load at a time
@@ -104,6 +106,17 @@ class Adapters:
         with self._lock:
             return [entry.request for entry in self._entries.values()]
 
+    def stats(self) -> AdapterStats | None:
+        """Whose requests run and wait; None: adapters are not enabled. Call it under the engine's lock."""
+        if not self._enabled:
+            return None
+        scheduler = self._core.scheduler
+        running, waiting = scheduler.adapters_by_state()
+        return AdapterStats(
+            scheduler.config.max_adapters,
+            *(tuple(sorted(self._names[slot] for slot in slots)) for slots in (running, waiting)),
+        )
+
     def _load(self, request: LoRARequest, between: Between, *, pinned: bool) -> Lease:
         if not self._enabled:
             raise RequestError("lora_request: this engine was started without enable_lora")
@@ -116,6 +129,7 @@ class Adapters:
         self._next_slot += 1
         with self._core.lock:
             self._core.adapters[lease.slot] = adapter
+            self._names[lease.slot] = request.lora_name
         self._entries[request.lora_int_id] = _Entry(
             request, weakref.ref(lease), lease.slot, self._uses, pinned
         )
@@ -144,7 +158,7 @@ class Adapters:
             for entry in oldest:
                 del self._entries[entry.request.lora_int_id]
             for entry in (*gone, *oldest):
-                del self._core.adapters[entry.slot]
+                del self._core.adapters[entry.slot], self._names[entry.slot]
                 self._core.scheduler.adapters.forget(entry.slot)
             moves = self._core.scheduler.adapters.has_moves
         if moves:

@@ -336,4 +336,5 @@ def engine_stats(engine: Engine) -> EngineStats:
             speculation=speculation_metrics(core.speculation_counts()),
             control=core.scheduler.control_stats(),
             drafter_failures=dict(totals.drafter_failures),
+            adapters=engine.adapters.stats(),
         )

@@ -131,12 +131,21 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """Names of adapters whose requests run, and of those whose requests wait. ``most``: that a step computes."""
+
+    most: int
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of the engine. Blocks: ``num_free_blocks + num_used_blocks == num_blocks`` (cached blocks nobody
     uses count as free). Times are totals over all steps, in seconds; ``host_time`` is what a step took outside of the
     models' forward passes. ``control``: how much is drafted now, and the expected gain. ``drafter_failures``: how
     often a drafter raised or gave an invalid answer, by "method.hook", such as "eagle3.propose"; its requests went on
-    without speculation."""
+    without speculation. ``adapters``: None without ``enable_lora``."""
 
     num_blocks: int
     num_free_blocks: int
@@ -161,6 +170,7 @@ class EngineStats:
     speculation: SpeculationMetrics
     control: ControlStats = field(default_factory=ControlStats)
     drafter_failures: Mapping[str, int] = field(default_factory=dict)
+    adapters: AdapterStats | None = None
 
     @property
     def host_time(self) -> float:

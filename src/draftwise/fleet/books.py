@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from draftwise.adapt.controller import ControlStats
-from draftwise.engine.outputs import EngineStats, SpeculationMetrics
+from draftwise.engine.outputs import AdapterStats, EngineStats, SpeculationMetrics
 
 _SUMS = (
     "num_blocks", "num_free_blocks", "num_used_blocks", "kv_cache_bytes", "num_running", "num_waiting", "num_steps",
@@ -25,6 +25,7 @@ def total(stats: Sequence[EngineStats]) -> EngineStats:
         block_size=stats[0].block_size,
         finish_reasons=_added([one.finish_reasons for one in stats]),
         drafter_failures=_added([one.drafter_failures for one in stats]),
+        adapters=_adapters([one.adapters for one in stats if one.adapters is not None]),
         speculation=total_speculation([one.speculation for one in stats]),
         control=ControlStats(
             mode=stats[0].control.mode,
@@ -32,6 +33,16 @@ def total(stats: Sequence[EngineStats]) -> EngineStats:
             **{name: sum(getattr(one.control, name) for one in stats) for name in _CONTROL},
         ),
     )
+
+
+def _adapters(parts: Sequence[AdapterStats]) -> AdapterStats | None:
+    if not parts:
+        return None
+    running, waiting = (
+        tuple(sorted({name for part in parts for name in getattr(part, field)}))
+        for field in ("running", "waiting")
+    )
+    return AdapterStats(sum(part.most for part in parts), running, waiting)
 
 
 def total_speculation(parts: Sequence[SpeculationMetrics]) -> SpeculationMetrics:

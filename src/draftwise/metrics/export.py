@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
@@ -192,6 +193,28 @@ class _Families:
             "kv_cache_usage_perc",
             "Share of the K/V cache in use; 1 is all of it.",
             lambda s: s.num_used_blocks / s.num_blocks,
+        )
+        # What a number's labels say: vLLM's names, for gateways that choose a server by its cache and adapters.
+        yield self._gauges(
+            "cache_config_info",
+            "Size of the K/V cache, wherever it is: blocks, and tokens of each.",
+            ["block_size", "num_gpu_blocks"],
+            lambda s: [((s.block_size, s.num_blocks), 1)],
+        )
+        yield self._gauges(
+            "lora_requests_info",
+            "Adapters of requests that run and that wait, separated by commas; the value is the time.",
+            ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            lambda s: (
+                []
+                if s.adapters is None
+                else [
+                    (
+                        (s.adapters.most, ",".join(s.adapters.running), ",".join(s.adapters.waiting)),
+                        time.time(),
+                    )
+                ]
+            ),
         )
         for name, field, help_text in _COUNTERS:
             yield self._counter(name, help_text, attrgetter(field))

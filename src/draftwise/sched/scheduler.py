@@ -78,7 +78,12 @@ class Scheduler:
 
     def adapters_in_use(self) -> set[int]:
         """Numbers of the adapters of all requests that are here."""
-        return {request.adapter for request in self._requests.values()}
+        return set().union(*self.adapters_by_state())
+
+    def adapters_by_state(self) -> tuple[set[int], set[int]]:
+        """Numbers of the adapters of requests that run, and of those that wait."""
+        running, waiting = ({r.adapter for r in some if r.adapter} for some in (self._running, self._waiting))
+        return running, waiting
 
     @property
     def num_running(self) -> int:
