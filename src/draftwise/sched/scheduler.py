@@ -12,7 +12,7 @@ from draftwise.kv.manager import KVManager
 from draftwise.sched.adapters import AdapterPlaces
 from draftwise.sched.admission import Refusal, admission, entering
 from draftwise.sched.ahead import outlook
-from draftwise.sched.columns import EMPTY_PLAN, PlanColumns
+from draftwise.sched.columns import PlanColumns
 from draftwise.sched.committing import commit_row
 from draftwise.sched.drafts import DraftRoom
 from draftwise.sched.integrity import check_books
@@ -20,6 +20,7 @@ from draftwise.sched.order import Ordered
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, together
 from draftwise.sched.rounds import ROUND_SECONDS, RoundRoom
 from draftwise.sched.shares import Shares, kept_for_drafts, measure
+from draftwise.sched.steps import PlannedStep
 from draftwise.sched.taking import Books, Members, Planned, native_books
 from draftwise.types import NewRequest, RowPlan, RowResult, StepPlan, StepResult, new_record
 
@@ -59,16 +60,12 @@ class Scheduler:
         self._waiting = Ordered()
         self._running = Ordered()
         self._removed: list[int] = []  # the executor still has them
-        self._planned = EMPTY_PLAN  # the newest plan, until it is taken in
-        self._flying = EMPTY_PLAN  # the one before it, while that was not taken in
+        self._newest = PlannedStep()
+        self._before = PlannedStep()  # the one before it
         self._books: Books | None = native_books()
         self._members: tuple[int, Members] | None = None  # who runs, and `Ordered.version` of that
-        self._side_by_side: Planned | None = None  # the newest plan, if no request has left since
-        self._flying_side_by_side: Planned | None = None  # the same of the one before it
         self._trimmed: dict[int, int] = {}
         self._batch_size = 0
-        self._shape = StepShape()  # of the newest plan
-        self._flying_shape = self._shape  # of the one before it
         self._refusal: Refusal | None = None  # the newest one
         self._finished: list[RequestUpdate] = []  # cancelled between steps
         self._step = 0
@@ -137,15 +134,13 @@ class Scheduler:
         knowing what that step does waits for the next plan, which may then be empty.
         """
         self._step += 1
-        assert not self._flying.rids, "two steps have not been taken in"
-        self._flying, self._planned = self._planned, EMPTY_PLAN
-        self._flying_side_by_side, self._side_by_side = self._side_by_side, None
+        assert not self._before.plan.rids, "two steps have not been taken in"
         places = self.config.max_num_seqs - len(self._running)
         self._trimmed = self._rounds.give_back(self._running, self._waiting, places)
         # What will run once all that fit are admitted: the first of many must not draft as if it were alone.
         self._batch_size = min(len(self._requests), self.config.max_num_seqs)
-        self._flying_shape = self._shape
-        self._shape = StepShape(note=self._controller.begin(self._batch_size))
+        shape = StepShape(note=self._controller.begin(self._batch_size))
+        self._before, self._newest = self._newest, PlannedStep(shape=shape)
         preempted = self.num_preemptions
         members = self._running_members()
         shares = None if members is None else self._roots_together(members)
@@ -179,7 +174,7 @@ class Scheduler:
         self._plan(shares, members)
         plan = StepPlan(
             step=self._step,
-            rows=self._planned,
+            rows=self._newest.plan,
             new=tuple(new),
             removed=tuple(self._removed),
             trimmed=tuple(self._trimmed.items()),
@@ -188,13 +183,13 @@ class Scheduler:
             cuts=cuts,
         )
         self._removed = []
-        busy = self._planned.rids or self._flying.rids
+        busy = self._newest.plan.rids or self._before.plan.rids
         assert busy or not self._requests, "work is waiting but nothing could be planned"
         return plan
 
     def _running_members(self) -> Members | None:
         """Who runs, where native code reads their books; None: there is none, or a step is on its way."""
-        if self._books is None or self._flying.rids:
+        if self._books is None or self._before.plan.rids:
             return None
         known = self._members
         if known is None or known[0] != self._running.version:
@@ -227,14 +222,14 @@ class Scheduler:
             blocks = self.kv.reserve(members.rids[i], missing[i])
             assert blocks is not None, "as many blocks as were counted"
             shares.got(i, blocks)
-        self._shape.context = context
+        self._newest.shape.context = context
         return shares
 
     def _share_roots(self) -> Shares:
         """A row for every running request, and blocks for its known tokens: there are at least as many rows as
         requests that may run. Preempts the last ones when the cache is full."""
         shares = Shares()
-        reserve, flying = self.kv.reserve, self._flying.by_rid
+        reserve, flying, shape = self.kv.reserve, self._before.plan.by_rid, self._newest.shape
         for request in self._running.copy():
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by one before it
@@ -256,7 +251,7 @@ class Scheduler:
                     continue
             shares.add(request, missing, blocks, before=before, num_draft=proposed if missing == 1 else 0)
             if missing == 1:
-                self._shape.context += request.num_computed
+                shape.context += request.num_computed
         return shares
 
     def _make_room(self, request: Request, missing: int) -> tuple[int, ...] | None:
@@ -264,7 +259,7 @@ class Scheduler:
         then somebody's place. None: it lost its own."""
         for other in reversed(self._running):
             # Blocks of a step on its way are written to.
-            if other is request or other.rid in self._flying.by_rid or other.rid in self._trimmed:
+            if other is request or other.rid in self._before.plan.by_rid or other.rid in self._trimmed:
                 continue
             known = other.num_tokens - other.num_computed
             if not self.kv.surplus(other.rid, known):
@@ -291,12 +286,12 @@ class Scheduler:
         if controller.resting:
             told = controller.resting
             resting = frozenset([i for i, rid in enumerate(shares.rids) if rid in told])
-        self._planned = PlanColumns(shares.rids, num_new, num_draft, budgets, shares.blocks, resting)
-        measure(shares, self._shape, None if members is None else members.sampled)
+        self._newest.plan = PlanColumns(shares.rids, num_new, num_draft, budgets, shares.blocks, resting)
+        measure(shares, self._newest.shape, None if members is None else members.sampled)
         if self._books is not None:
             whole = members is not None and len(shares.rids) == len(members.rids)
             own = members if members is not None and whole else Members(shares.requests, self.kv)
-            self._side_by_side = Planned(own, num_new)
+            self._newest.side_by_side = Planned(own, num_new)
 
     def _preempt(self, victim: Request) -> None:
         """Give up the request's cache; it is computed again from its tokens (and what the prefix cache kept)."""
@@ -304,7 +299,7 @@ class Scheduler:
         victim.num_preemptions += 1
         self._running.remove(victim)
         self.adapters.leave(victim)
-        self._side_by_side = self._flying_side_by_side = None
+        self._newest.side_by_side = self._before.side_by_side = None
         self.kv.release(victim.rid)
         self._trimmed.pop(victim.rid, None)
         self._removed.append(victim.rid)
@@ -358,17 +353,7 @@ class Scheduler:
         cancelled meanwhile are ignored."""
         updates, self._finished = self._finished, []
         now = self._clock()
-        # Steps are taken in in their order: the one before the newest plan first.
-        if result.step < self._step:
-            planned, side_by_side = self._flying, self._flying_side_by_side
-            self._flying_side_by_side = None
-        else:
-            planned, side_by_side = self._planned, self._side_by_side
-            self._side_by_side = None
-        if result.step < self._step:
-            self._flying = EMPTY_PLAN
-        else:
-            self._planned = EMPTY_PLAN
+        planned, side_by_side = self._step_of(result).take_in()
         if not result.earlier:
             return updates + self._commit_round(result.rows, planned, side_by_side, now)
         own: list[RequestUpdate] = []
@@ -403,9 +388,13 @@ class Scheduler:
             for i, (request, taken) in enumerate(took)
         ]
 
+    def _step_of(self, result: StepResult) -> PlannedStep:
+        """Steps are taken in in their order: the one before the newest plan first."""
+        return self._before if result.step < self._step else self._newest
+
     def learn(self, result: StepResult, seconds: float | None) -> None:
         """Tell the controller what the committed step took, see `Controller.observe`."""
-        shape = self._flying_shape if result.step < self._step else self._shape
+        shape = self._step_of(result).shape
         if seconds is not None and not shape.prompt_rows:
             self._rounds.took(seconds / result.num_rounds)
         self._controller.observe(result, shape, seconds)
@@ -424,7 +413,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
             self.adapters.leave(request)
-            self._side_by_side = self._flying_side_by_side = None
+            self._newest.side_by_side = self._before.side_by_side = None
             self.kv.release(request.rid)
             self._removed.append(request.rid)
         else:
