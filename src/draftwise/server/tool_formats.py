@@ -231,12 +231,16 @@ class MistralParser(ToolParser):
         super().__init__(only_one=only_one, schemas=schemas)
         self._inside = False  # behind the mark
         self._list = False  # in a list of calls
+        self._behind = False  # a call ended, and nothing but white space came since
         self._before = ""  # what stands between the mark, or the call before, and the call that is read
 
     def push(self, piece: str) -> Found:
         self._held += piece
         out: Found = []
         while True:
+            if self._behind:
+                self._held = self._held.lstrip()
+                self._behind = not self._held
             if not self._inside:
                 before, found, self._held = until(self._held, (self.MARK,))
                 say(out, before)
@@ -257,9 +261,9 @@ class MistralParser(ToolParser):
                 break
             if not self._reader.certain:
                 say(out, self._before + self._reader.raw)
+            self._behind = self._reader.certain
             self._inside = self._list and self._reader.certain and self._reader.broken is None
             self._reader, self._before = None, ""
-            self._held = self._held.lstrip()
         return out
 
     def _begin(self) -> bool | None:

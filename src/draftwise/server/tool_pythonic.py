@@ -39,7 +39,7 @@ class PythonicParser(ToolParser):
 
     def __init__(self, *, only_one: bool = False, schemas: Mapping[str, Any] | None = None) -> None:
         super().__init__(only_one=only_one, schemas=schemas)
-        self._part = "start"  # start, members, string, value, between, behind, text
+        self._part = "start"  # start, members, string, value, between, behind, after, text
         self._separator = ""
         self._string = StringReader()
         self._value: list[str] = []
@@ -56,7 +56,7 @@ class PythonicParser(ToolParser):
         """(pattern, match) of the first that matches; (None, True): one of them may yet; (None, None): none does."""
         waits = False
         for pattern in patterns:
-            found = pattern.match(self._held, partial=True)
+            found = pattern.match(self._held, endpos=_LONGEST_HEAD, partial=True)
             if found is not None and not found.partial:
                 self._held = self._held[found.end() :]
                 return pattern, found
@@ -137,13 +137,20 @@ class PythonicParser(ToolParser):
         self._held = self._held.lstrip()
         if self.CLOSE.startswith(self._held) and self._held != self.CLOSE:
             return False
-        self._held, self._part = self._held.removeprefix(self.CLOSE).lstrip(), "text"
+        self._held, self._part = self._held.removeprefix(self.CLOSE), "after"
         return True
 
+    def _in_after(self, out: Found) -> bool:
+        self._held = self._held.lstrip()
+        if self._held:
+            self._part = "text"
+        return bool(self._held)
+
     def _in_text(self, out: Found) -> bool:
-        if not self._begun or self._held.strip():
-            say(out, self._held)
-            self._held = ""
+        # Behind a call, white space at the end is dropped; it shows at the end what that is.
+        cut = len(self._held.rstrip()) if self._begun else len(self._held)
+        say(out, self._held[:cut])
+        self._held = self._held[cut:]
         return False
 
     def finish(self) -> Found:

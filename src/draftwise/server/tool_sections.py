@@ -71,10 +71,11 @@ class SectionParser(ToolParser):
         head = self._held if at < 0 else self._held[:at]
         if len(head) > _LONGEST_HEAD:
             return self._no_call(out)
+        # Another call, or what stands behind one, shows that this is none, whether a brace has come or not.
+        if any(mark in head for mark in (self.CALL, *self._follows)):
+            return self._no_call(out)
         if at < 0:
-            # Another call, or what stands behind one, shows that this is none; a mark may be in the making.
-            other = min((i for m in (self.CALL, *self._follows) if (i := head.find(m)) >= 0), default=-1)
-            return self._no_call(out) if other >= 0 else False
+            return False
         name = self.name_of(head) if self.SEP in head else ""
         if not name:
             return self._no_call(out)

@@ -68,7 +68,7 @@ class TagsParser(ToolParser):
         """(pattern, match) of the first that matches; (None, True): one of them may yet; (None, None): none does."""
         waits = False
         for pattern in patterns:
-            found = pattern.match(self._held, partial=True)
+            found = pattern.match(self._held, endpos=_LONGEST_TAG, partial=True)
             if found is not None and not found.partial:
                 return pattern, found
             waits = waits or found is not None
