@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 import pytest
 
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.adapters import MOST_OVERTAKING, AdapterPlaces, Move
+from draftwise.sched.order import Waiting
 from draftwise.sched.request import Request
 from draftwise.types import Speculation
 
@@ -25,11 +29,20 @@ def moves(places: AdapterPlaces) -> list[Move]:
     return found
 
 
-def admit(places: AdapterPlaces, waiting: list[Request]) -> list[Request]:
+def queue(requests: Iterable[Request]) -> Waiting:
+    waiting = Waiting()
+    for one in requests:
+        waiting.add(one)
+    return waiting
+
+
+def admit(places: AdapterPlaces, requests: list[Request]) -> list[Request]:
     """All that can enter, in the order in which they do."""
+    waiting = queue(requests)
     entered = []
     while (chosen := places.first(waiting)) is not None:
         places.enter(chosen)
+        requests.remove(chosen)
         waiting.remove(chosen)
         entered.append(chosen)
     return entered
@@ -38,6 +51,7 @@ def admit(places: AdapterPlaces, waiting: list[Request]) -> list[Request]:
 def test_the_example() -> None:
     places = AdapterPlaces(2)
     waiting = [request(rid, adapter) for rid, adapter in enumerate((1, 2, 3, 1, 0))]
+    assert places.num_entering(queue(waiting)) == 4
     running = admit(places, waiting)
     assert [r.rid for r in running] == [0, 1, 3, 4] and [r.rid for r in waiting] == [2]
     assert moves(places) == [Move("load", 1), Move("load", 2)]
@@ -72,6 +86,7 @@ def test_nobody_waits_for_ever() -> None:
         places.leave(running.pop(0))
     assert len(running) == 1 and [r.rid for r in waiting] == [1]
     waiting += [request(900, 1), request(901, 0)]
+    assert places.num_entering(queue(waiting)) == 1
     assert [r.rid for r in admit(places, waiting)] == [901]  # who has no adapter takes no place from anybody
     places.leave(running.pop())
     assert [r.rid for r in admit(places, waiting)] == [1]
@@ -106,3 +121,38 @@ def test_what_is_forgotten_need_not_be_moved() -> None:
     places.forget(1)
     places.forget(1)
     assert moves(places) == [Move("drop", 1)]
+
+
+class _Unread(Waiting):
+    def __iter__(self) -> Iterator[Request]:
+        raise AssertionError("somebody looks at all who wait")
+
+
+def test_who_waits_behind_others_costs_nothing() -> None:
+    """A batch of many thousand requests with adapters stands in this queue, and every step asks for the first one."""
+    places = AdapterPlaces(1)
+    places.enter(request(0, 1))
+    waiting = _Unread()
+    for rid in range(1, 100):
+        waiting.add(request(rid, 2 + rid % 8))
+    assert places.first(waiting) is None and places.num_entering(waiting) == 0
+    last = request(100, 1)
+    waiting.add(last)
+    assert places.first(waiting) is last and places.num_entering(waiting) == 1
+
+
+def test_who_enters_is_counted_before() -> None:
+    """Whatever runs and waits: so many as are said to enter do, and the first is the first that fits."""
+    draw = random.Random(5)
+    for _ in range(300):
+        most = draw.randint(1, 3)
+        places = AdapterPlaces(most)
+        running = admit(places, [request(rid, draw.randint(0, 4)) for rid in range(draw.randint(0, 4))])
+        waiting = [request(rid, draw.randint(0, 6)) for rid in range(10, 10 + draw.randint(0, 12))]
+        expected = places.num_entering(queue(waiting))
+        first = places.first(queue(waiting))
+        own = {r.adapter for r in running} - {0}
+        free = len(own) < most
+        fitting = [r for r in waiting if not r.adapter or r.adapter in own or free]
+        assert first is (fitting[0] if fitting else None)
+        assert len(admit(places, waiting)) == expected

@@ -80,6 +80,7 @@ class Adapters:
             else:
                 lease = entry.lease() or Lease(entry.slot)
                 entry.lease = weakref.ref(lease)
+                self._sweep(between)
             self._uses += 1
             entry.used = self._uses
             return lease
@@ -101,6 +102,15 @@ class Adapters:
             self._sweep(between)
             return True
 
+    def sweep(self, between: Between) -> None:
+        """Free what requests that have ended kept in memory; `lease`, `add` and `remove` do so, too."""
+        with self._lock:
+            self._sweep(between)
+
+    def after_fork_in_child(self) -> None:
+        """Called in a forked child: a thread that is not here may have been reading an adapter."""
+        self._lock = threading.Lock()
+
     def requests(self) -> list[LoRARequest]:
         """The adapters in memory."""
         with self._lock:
@@ -114,7 +124,7 @@ class Adapters:
         running, waiting = scheduler.adapters_by_state()
         return AdapterStats(
             scheduler.config.max_adapters,
-            *(tuple(sorted(self._names[slot] for slot in slots)) for slots in (running, waiting)),
+            *(tuple(sorted({self._names[slot] for slot in slots})) for slots in (running, waiting)),
         )
 
     def _load(self, request: LoRARequest, between: Between, *, pinned: bool) -> Lease:
@@ -145,6 +155,9 @@ class Adapters:
     def _sweep(self, between: Between) -> None:
         """Free adapters that were unloaded, or are too many, and that nobody uses."""
         cached = [entry for entry in self._entries.values() if not entry.pinned]
+        excess = max(0, len(cached) - self._most)
+        if not excess and not self._leaving:
+            return
         with self._core.lock:
             queued = self._core.scheduler.adapters_in_use()
 
@@ -153,13 +166,12 @@ class Adapters:
 
             gone = [entry for entry in self._leaving if idle(entry)]
             self._leaving = [entry for entry in self._leaving if entry not in gone]
-            excess = max(0, len(cached) - self._most)
             oldest = sorted(filter(idle, cached), key=lambda entry: entry.used)[:excess]
             for entry in oldest:
                 del self._entries[entry.request.lora_int_id]
             for entry in (*gone, *oldest):
                 del self._core.adapters[entry.slot], self._names[entry.slot]
                 self._core.scheduler.adapters.forget(entry.slot)
-            moves = self._core.scheduler.adapters.has_moves
+            moves = bool(gone or oldest) and self._core.scheduler.adapters.has_moves
         if moves:
             between(self._core.move_adapters)

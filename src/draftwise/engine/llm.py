@@ -92,10 +92,11 @@ class LLM(Absent):
         adapters = _one_each(lora_request, len(many))
         with self._turns:
             engine = self._alive()
-            leases = [engine.adapters.lease(adapter, at_once) for adapter in adapters]
             groups = [
-                engine.processor.group(prompt, p, priority=rank, lease=lease)
-                for prompt, p, rank, lease in zip(many, params, ranks, leases, strict=True)
+                engine.processor.group(
+                    prompt, p, priority=rank, lease=engine.adapters.lease(adapter, at_once)
+                )
+                for prompt, p, rank, adapter in zip(many, params, ranks, adapters, strict=True)
             ]
             for group in groups:
                 for request in group.requests:
@@ -103,6 +104,7 @@ class LLM(Absent):
             show = use_tqdm if use_tqdm is not None else len(groups) > 1 and sys.stderr.isatty()
             with _progress(sum(len(group.requests) for group in groups) if show else 0) as progress:
                 self._run(groups, progress)
+            engine.adapters.sweep(at_once)
         return [group.output() for group in groups]
 
     def _run(self, groups: Sequence[RequestGroup], progress: RequestProgress | None) -> None:
@@ -270,7 +272,10 @@ class LLM(Absent):
         """Called in a forked child. An idle engine goes on; an engine with which another thread was computing is
         unusable."""
         self._turns = Turns()  # threads that are gone may hold the old one
-        if self._engine is not None and not self._engine.core.after_fork_in_child():
+        if self._engine is None:
+            return
+        self._engine.adapters.after_fork_in_child()
+        if not self._engine.core.after_fork_in_child():
             self._engine = None
             self._gone = "another thread was computing with it when this process was forked; build one here"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import nsmallest
 from typing import Literal, NamedTuple
 
+from draftwise.sched.order import Waiting
 from draftwise.sched.request import Request
 
 MOST_OVERTAKING = 64
@@ -36,24 +38,44 @@ class AdapterPlaces:
         self._passed: int | None = None  # the oldest request that was passed over
         self._overtaking = 0  # requests with adapters that were admitted since
 
-    def first(self, waiting: Iterable[Request]) -> Request | None:
-        """Which request is the next to be admitted; None: all wait for places."""
-        passed = False
-        for request in waiting:
-            if not request.adapter or (self._fits(request.adapter) and not (passed and self._closed)):
-                return request
-            if not passed:
-                passed = True
-                if self._passed != request.rid:
-                    self._passed, self._overtaking = request.rid, 0
-        return None
+    def first(self, waiting: Waiting) -> Request | None:
+        """Which request is the next to be admitted; None: all wait for places. Takes no longer if more wait."""
+        if not len(waiting):
+            return None
+        head = waiting.first
+        if self._fits(head.adapter):
+            return head
+        if self._passed != head.rid:
+            self._passed, self._overtaking = head.rid, 0
+        firsts = [waiting.by_adapter[adapter].first for adapter in self._overtakers(waiting)]
+        return min(firsts, key=lambda request: request.order, default=None)
 
-    @property
-    def _closed(self) -> bool:
-        return self._overtaking >= MOST_OVERTAKING
+    def num_entering(self, waiting: Waiting) -> int:
+        """The number of those who wait whose adapters find places while all who run go on."""
+        if not len(waiting):
+            return 0
+        if self._fits(waiting.first.adapter):
+            queues, free = waiting.by_adapter, self._most - len(self._running)
+            others = [adapter for adapter in queues if adapter and adapter not in self._running]
+            if len(others) > free:
+                others = nsmallest(free, others, key=lambda adapter: queues[adapter].first.order)
+            adapters = [*others, *(a for a in (0, *self._running) if a in queues)]
+        else:
+            adapters = self._overtakers(waiting)
+        return sum([len(waiting.by_adapter[adapter]) for adapter in adapters])
+
+    def _overtakers(self, waiting: Waiting) -> list[int]:
+        """Adapters of those who may be admitted before the first one, which finds no place."""
+        closed = self._passed == waiting.first.rid and self._overtaking >= MOST_OVERTAKING
+        return [a for a in ((0,) if closed else (0, *self._running)) if a in waiting.by_adapter]
 
     def _fits(self, adapter: int) -> bool:
-        return adapter in self._running or len(self._running) < self._most
+        return not adapter or adapter in self._running or len(self._running) < self._most
+
+    @property
+    def running(self) -> set[int]:
+        """Adapters of requests that run."""
+        return set(self._running)
 
     def enter(self, request: Request) -> None:
         """A request that `first` named begins to run."""

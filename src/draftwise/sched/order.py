@@ -60,3 +60,28 @@ class Ordered:
         index = bisect_left(self._requests, request.order, key=_order)
         assert self._requests[index] is request, f"request {request.rid} is not where its order says"
         del self._requests[index]
+
+
+class Waiting(Ordered):
+    """Requests that wait, and those of each adapter by themselves."""
+
+    __slots__ = ("by_adapter",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_adapter: dict[int, Ordered] = {}
+        """None of them is empty. 0: requests without an adapter."""
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        own = self.by_adapter.get(request.adapter)
+        if own is None:
+            own = self.by_adapter[request.adapter] = Ordered()
+        own.add(request)
+
+    def remove(self, request: Request) -> None:
+        super().remove(request)
+        own = self.by_adapter[request.adapter]
+        own.remove(request)
+        if not len(own):
+            del self.by_adapter[request.adapter]

@@ -16,7 +16,7 @@ from draftwise.sched.columns import PlanColumns
 from draftwise.sched.committing import commit_row
 from draftwise.sched.drafts import DraftRoom
 from draftwise.sched.integrity import check_books
-from draftwise.sched.order import Ordered
+from draftwise.sched.order import Ordered, Waiting
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, together
 from draftwise.sched.rounds import ROUND_SECONDS, RoundRoom
 from draftwise.sched.shares import Shares, kept_for_drafts, measure
@@ -57,7 +57,7 @@ class Scheduler:
         self._rounds = RoundRoom(kv, most_rounds)
         self._clock = clock
         self._requests: dict[int, Request] = {}
-        self._waiting = Ordered()
+        self._waiting = Waiting()
         self._running = Ordered()
         self._removed: list[int] = []  # the executor still has them
         self._newest = PlannedStep()
@@ -79,8 +79,7 @@ class Scheduler:
 
     def adapters_by_state(self) -> tuple[set[int], set[int]]:
         """Numbers of the adapters of requests that run, and of those that wait."""
-        running, waiting = ({r.adapter for r in some if r.adapter} for some in (self._running, self._waiting))
-        return running, waiting
+        return self.adapters.running, self._waiting.by_adapter.keys() - {0}
 
     @property
     def num_running(self) -> int:
@@ -137,8 +136,10 @@ class Scheduler:
         assert not self._before.plan.rids, "two steps have not been taken in"
         places = self.config.max_num_seqs - len(self._running)
         self._trimmed = self._rounds.give_back(self._running, self._waiting, places)
-        # What will run once all that fit are admitted: the first of many must not draft as if it were alone.
-        self._batch_size = min(len(self._requests), self.config.max_num_seqs)
+        # What will run once all that fit are admitted: the first of many must not draft as if it were alone, nor one
+        # for whose adapter the others wait as if they ran.
+        entering = self.adapters.num_entering(self._waiting)
+        self._batch_size = min(len(self._running) + entering, self.config.max_num_seqs)
         shape = StepShape(note=self._controller.begin(self._batch_size))
         self._before, self._newest = self._newest, PlannedStep(shape=shape)
         preempted = self.num_preemptions

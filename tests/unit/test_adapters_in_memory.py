@@ -1,0 +1,130 @@
+"""What adapters that wait, or that nobody uses any more, cost the others: drafts, memory, forked children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes.lora import save_adapter
+from tests.fakes.tiny import save_llama
+
+from draftwise import LLM, LoRARequest, SamplingParams
+from draftwise.engine import adapters
+from draftwise.engine.adapters import at_once
+from draftwise.engine.stepped import LLMEngine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPT: Any = {"prompt_token_ids": [5, 6, 7]}
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "num_kv_blocks": 64,
+    "num_threads": 1,
+    "dtype": "float32",
+    "enable_lora": True,
+    "max_loras": 1,
+}
+
+
+class World:
+    def __init__(self, root: Path) -> None:
+        self.model = save_llama(root / "model", seed=1)
+        self.requests = [
+            LoRARequest(f"a{i}", i, save_adapter(root / f"a{i}", root / "model", i)) for i in (1, 2, 3, 4)
+        ]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("lora"))
+
+
+def test_who_waits_for_a_place_is_not_in_the_batch(world: World) -> None:
+    """One request runs at a time, so it drafts as one does that is alone."""
+    speculation = {
+        "method": "draft_model", "model": world.model, "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 256, 0]],
+    }  # fmt: skip
+    with LLM(world.model, speculative_config=speculation, speculation_control="static", **OPTIONS) as llm:
+        llm.generate(PROMPT, GREEDY, lora_request=world.requests[0])
+        alone = llm.stats().speculation.num_drafts
+        llm.generate([PROMPT] * 3, GREEDY, lora_request=world.requests[:3])
+        assert llm.stats().speculation.num_drafts > 3 * alone
+        before = llm.stats().speculation.num_drafts
+        llm.generate([PROMPT] * 4, GREEDY, lora_request=world.requests[0])
+        assert llm.stats().speculation.num_drafts == before
+
+
+def test_a_call_leaves_as_many_as_are_kept(world: World) -> None:
+    with LLM(world.model, max_cpu_loras=2, **OPTIONS) as llm:
+        llm.generate([PROMPT] * 4, GREEDY, lora_request=world.requests)
+        assert llm._engine is not None and len(llm._engine.core.adapters) == 2
+        llm.check_integrity()
+
+
+def test_what_was_unloaded_goes_when_its_requests_have_ended(world: World) -> None:
+    engine = LLMEngine(world.model, **OPTIONS)
+    assert engine._engine is not None
+    books, core = engine._engine.adapters, engine._engine.core
+    for known in world.requests[:2]:
+        books.add(known, at_once)
+    engine.add_request("first", PROMPT, GREEDY, lora_request=world.requests[0])
+    engine.step()
+    assert books.remove(1, at_once)
+    engine.add_request("second", PROMPT, GREEDY, lora_request=world.requests[1])
+    assert len(core.adapters) == 2
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.add_request("third", PROMPT, GREEDY, lora_request=world.requests[1])
+    assert len(core.adapters) == 1
+    engine.close()
+
+
+def test_a_name_that_two_adapters_have_is_said_once(world: World) -> None:
+    """As over HTTP: one is unloaded, and another one loaded under the name, while requests have the first."""
+    engine = LLMEngine(world.model, **OPTIONS)
+    assert engine._engine is not None
+    for known in world.requests[:3]:
+        named = LoRARequest("same", known.lora_int_id, known.lora_path)
+        engine.add_request(known.lora_name, PROMPT, GREEDY, lora_request=named)
+    engine.step()
+    found = engine._engine.adapters.stats()
+    assert found is not None and (found.running, found.waiting) == (("same",), ("same",))
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_is_forked_while_an_adapter_is_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, began, go_on = adapters.read_adapter, threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        if os.getpid() == parent:
+            began.set()
+            assert go_on.wait(60)
+        return read(*args, **options)
+
+    monkeypatch.setattr(adapters, "read_adapter", slowly)
+    with LLM(world.model, **OPTIONS) as llm:
+        ask = threading.Thread(
+            target=llm.generate, args=(PROMPT, GREEDY), kwargs={"lora_request": world.requests[0]}
+        )
+        ask.start()
+        assert began.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends a child that hangs
+            code = 1
+            try:
+                [output] = llm.generate(PROMPT, GREEDY, lora_request=world.requests[1])
+                code = 0 if output.finished else 2
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        go_on.set()
+        ask.join()
