@@ -94,6 +94,25 @@ def test_nobody_waits_for_ever() -> None:
     assert [r.rid for r in admit(places, waiting)] == [900]
 
 
+def test_one_place_is_enough_for_who_waits() -> None:
+    """When too many have overtaken, only the adapter with fewer requests ends; the other one's go on."""
+    places = AdapterPlaces(2)
+    running = [request(rid, adapter) for rid, adapter in enumerate((1, 2, 1))]
+    for one in running:
+        places.enter(one)
+    waiting = [request(10, 3), *[request(rid, 2 - rid % 2) for rid in range(11, 20 + MOST_OVERTAKING)]]
+    entered = admit(places, waiting)
+    assert len(entered) > MOST_OVERTAKING and {r.adapter for r in entered[MOST_OVERTAKING:]} == {1}
+    waiting = [request(10, 3), request(500, 2), request(501, 1)]
+    assert places.num_entering(queue(waiting)) == 1
+    assert [r.rid for r in admit(places, waiting)] == [501]
+    for one in (*running, *entered):
+        if one.adapter == 2:
+            assert places.num_entering(queue(waiting)) == 0
+            places.leave(one)
+    assert [r.rid for r in admit(places, waiting)] == [10]
+
+
 def test_one_who_is_cancelled_takes_nobodys_patience() -> None:
     places = AdapterPlaces(1)
     places.enter(request(0, 1))

@@ -65,6 +65,16 @@ def test_a_call_leaves_as_many_as_are_kept(world: World) -> None:
         llm.check_integrity()
 
 
+def test_the_last_step_leaves_as_many_as_are_kept(world: World) -> None:
+    engine = LLMEngine(world.model, max_cpu_loras=2, **OPTIONS)
+    for known in world.requests:
+        engine.add_request(known.lora_name, PROMPT, GREEDY, lora_request=known)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine._engine is not None and len(engine._engine.core.adapters) == 2
+    engine.close()
+
+
 def test_what_was_unloaded_goes_when_its_requests_have_ended(world: World) -> None:
     engine = LLMEngine(world.model, **OPTIONS)
     assert engine._engine is not None

@@ -87,6 +87,8 @@ class LLMEngine:
                 outputs.append(group.output(group.params.output_kind))
             if group.finished:
                 self._forget(name)
+        if changed and not self._groups:
+            engine.adapters.sweep(at_once)
         return outputs
 
     def abort_request(self, request_id: str | Sequence[str]) -> None:

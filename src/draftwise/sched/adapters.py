@@ -10,8 +10,8 @@ from draftwise.sched.order import Waiting
 from draftwise.sched.request import Request
 
 MOST_OVERTAKING = 64
-"""So many requests with adapters may be admitted before an older one whose adapter finds no place; then they wait, too,
-until it has one."""
+"""So many requests with adapters may be admitted before an older one whose adapter finds no place. Then the adapter
+with the fewest requests gets no more of them until its place is free."""
 
 
 class Move(NamedTuple):
@@ -37,6 +37,7 @@ class AdapterPlaces:
         self._moves: list[Move] = []  # not yet done, in order
         self._passed: int | None = None  # the oldest request that was passed over
         self._overtaking = 0  # requests with adapters that were admitted since
+        self._ending = 0  # the adapter whose place that one gets, once too many have been
 
     def first(self, waiting: Waiting) -> Request | None:
         """Which request is the next to be admitted; None: all wait for places. Takes no longer if more wait."""
@@ -46,7 +47,7 @@ class AdapterPlaces:
         if self._fits(head.adapter):
             return head
         if self._passed != head.rid:
-            self._passed, self._overtaking = head.rid, 0
+            self._passed, self._overtaking, self._ending = head.rid, 0, 0
         firsts = [waiting.by_adapter[adapter].first for adapter in self._overtakers(waiting)]
         return min(firsts, key=lambda request: request.order, default=None)
 
@@ -66,8 +67,12 @@ class AdapterPlaces:
 
     def _overtakers(self, waiting: Waiting) -> list[int]:
         """Adapters of those who may be admitted before the first one, which finds no place."""
-        closed = self._passed == waiting.first.rid and self._overtaking >= MOST_OVERTAKING
-        return [a for a in ((0,) if closed else (0, *self._running)) if a in waiting.by_adapter]
+        kept_out = None
+        if self._passed == waiting.first.rid and self._overtaking >= MOST_OVERTAKING:
+            if self._ending not in self._running:
+                self._ending = min(self._running, key=lambda adapter: self._running[adapter])
+            kept_out = self._ending
+        return [a for a in (0, *self._running) if a != kept_out and a in waiting.by_adapter]
 
     def _fits(self, adapter: int) -> bool:
         return not adapter or adapter in self._running or len(self._running) < self._most
