@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ import pytest
 from tests.fakes.lora import save_adapter
 from tests.fakes.tiny import save_llama
 
-from draftwise import LLM, LoRARequest, SamplingParams
+from draftwise import LLM, AsyncLLM, LoRARequest, SamplingParams
 from draftwise.engine import adapters
 from draftwise.engine.adapters import at_once
 from draftwise.engine.stepped import LLMEngine
@@ -104,6 +105,40 @@ def test_a_name_that_two_adapters_have_is_said_once(world: World) -> None:
     found = engine._engine.adapters.stats()
     assert found is not None and (found.running, found.waiting) == (("same",), ("same",))
     engine.close()
+
+
+def test_who_needs_no_file_waits_for_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two adapters are read, which takes long; requests with a third one, and long texts, go on."""
+    read, go_on = adapters.read_adapter, threading.Event()
+
+    def slowly(path: str, **options: Any) -> Any:
+        assert path == world.requests[0].lora_path or go_on.wait(60)
+        return read(path, **options)
+
+    monkeypatch.setattr(adapters, "read_adapter", slowly)
+    long: Any = {"prompt_token_ids": [5, 6] * 50}
+
+    async def run() -> None:
+        async with AsyncLLM(world.model, **OPTIONS) as llm:
+
+            async def ask(prompt: Any, known: LoRARequest | None) -> bool:
+                params = SamplingParams(max_tokens=2)
+                return [o async for o in llm.generate(prompt, params, lora_request=known)][-1].finished
+
+            await llm.add_lora(world.requests[0])
+            loads = [asyncio.create_task(llm.add_lora(known)) for known in world.requests[1:3]]
+            asks = [asyncio.create_task(ask(PROMPT, world.requests[3]))]
+            await asyncio.sleep(0)
+            try:
+                assert await asyncio.wait_for(ask(PROMPT, world.requests[0]), 20)
+                assert await asyncio.wait_for(ask(long, None), 20)
+                assert not any(task.done() for task in (*loads, *asks))
+            finally:
+                go_on.set()
+            await asyncio.gather(*loads)
+            assert await asyncio.gather(*asks) == [True]
+
+    asyncio.run(run())
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -55,7 +55,8 @@ class Adapters:
         self._names: dict[int, str] = {}  # by slot, of all in memory; under the engine's lock
         self._next_slot = 1
         self._uses = 0
-        self._lock = threading.Lock()  # one load at a time
+        self._reading = threading.Lock()  # one adapter is read at a time, for seconds perhaps
+        self._lock = threading.Lock()  # of the books; taken after the other one
 
     def lease(self, request: LoRARequest | None, between: Between) -> Lease | None:
         """A request's adapter, which is read if necessary; None: the request has none.
@@ -67,27 +68,19 @@ class Adapters:
             return None
         if not isinstance(request, LoRARequest):
             raise RequestError(f"lora_request must be a LoRARequest, not {type(request).__name__}")
-        with self._lock:
-            entry = self._entries.get(request.lora_int_id)
-            if entry is None:
-                lease = self._load(request, between, pinned=False)
-                entry = self._entries[request.lora_int_id]
-            elif entry.request != request:
-                raise RequestError(
-                    f"lora_request: lora_int_id {entry.request.lora_int_id} is {entry.request.lora_name!r} at "
-                    f"{entry.request.lora_path!r}; give another adapter another number"
-                )
-            else:
-                lease = entry.lease() or Lease(entry.slot)
-                entry.lease = weakref.ref(lease)
-                self._sweep(between)
-            self._uses += 1
-            entry.used = self._uses
-            return lease
+        lease = self._known(request, between)
+        if lease is None:
+            with self._reading:
+                lease = self._known(request, between) or self._load(request, between, pinned=False)
+        return lease
+
+    def has(self, request: LoRARequest) -> bool:
+        """Whether an adapter need not be read. It takes no lock."""
+        return isinstance(request, LoRARequest) and request.lora_int_id in self._entries
 
     def add(self, request: LoRARequest, between: Between) -> None:
         """Read an adapter that stays until `remove`. Raises RequestError as `lease`, or if its number is taken."""
-        with self._lock:
+        with self._reading:
             if request.lora_int_id in self._entries:
                 raise RequestError(f"lora_request: lora_int_id {request.lora_int_id} is in use")
             self._load(request, between, pinned=True)
@@ -109,7 +102,7 @@ class Adapters:
 
     def after_fork_in_child(self) -> None:
         """Called in a forked child: a thread that is not here may have been reading an adapter."""
-        self._lock = threading.Lock()
+        self._reading, self._lock = threading.Lock(), threading.Lock()
 
     def requests(self) -> list[LoRARequest]:
         """The adapters in memory."""
@@ -127,7 +120,26 @@ class Adapters:
             *(tuple(sorted({self._names[slot] for slot in slots})) for slots in (running, waiting)),
         )
 
+    def _known(self, request: LoRARequest, between: Between) -> Lease | None:
+        """A lease of an adapter in memory; None: it has to be read."""
+        with self._lock:
+            entry = self._entries.get(request.lora_int_id)
+            if entry is None:
+                return None
+            if entry.request != request:
+                raise RequestError(
+                    f"lora_request: lora_int_id {entry.request.lora_int_id} is {entry.request.lora_name!r} at "
+                    f"{entry.request.lora_path!r}; give another adapter another number"
+                )
+            lease = entry.lease() or Lease(entry.slot)
+            entry.lease = weakref.ref(lease)
+            self._uses += 1
+            entry.used = self._uses
+            self._sweep(between)
+            return lease
+
     def _load(self, request: LoRARequest, between: Between, *, pinned: bool) -> Lease:
+        """Read an adapter that is not in memory. Nobody else reads one meanwhile."""
         if not self._enabled:
             raise RequestError("lora_request: this engine was started without enable_lora")
         adapter = self._read(request)
@@ -135,16 +147,18 @@ class Adapters:
             between(lambda: self._core.executor.check_adapter(adapter))
         except (ModelLoadError, ConfigError) as error:
             raise RequestError(f"lora_request: {request.lora_path}: {error}") from error
-        lease = Lease(self._next_slot)
-        self._next_slot += 1
-        with self._core.lock:
-            self._core.adapters[lease.slot] = adapter
-            self._names[lease.slot] = request.lora_name
-        self._entries[request.lora_int_id] = _Entry(
-            request, weakref.ref(lease), lease.slot, self._uses, pinned
-        )
-        self._sweep(between)
-        return lease
+        with self._lock:
+            lease = Lease(self._next_slot)
+            self._next_slot += 1
+            with self._core.lock:
+                self._core.adapters[lease.slot] = adapter
+                self._names[lease.slot] = request.lora_name
+            self._uses += 1
+            self._entries[request.lora_int_id] = _Entry(
+                request, weakref.ref(lease), lease.slot, self._uses, pinned
+            )
+            self._sweep(between)
+            return lease
 
     def _read(self, request: LoRARequest) -> Mapping[str, LowRank]:
         try:

@@ -167,8 +167,8 @@ class AsyncLLM(Absent):
             )
 
         lane = processor.lane(prompt, params)
-        if lane is None and lora_request is not None:
-            lane = Lane.TEXT  # it may have to be loaded
+        if lora_request is not None and lane in (None, Lane.TEXT):
+            lane = Lane.TEXT if self._engine.adapters.has(lora_request) else Lane.ADAPTER
         if lane is not None:
             stream.prepare(self._workers.submit(lane, prepare))
             return stream
@@ -295,7 +295,7 @@ class AsyncLLM(Absent):
 
     async def add_lora(self, lora_request: LoRARequest) -> None:
         """`load_lora` in a thread."""
-        await self._workers.submit(Lane.TEXT, functools.partial(self.load_lora, lora_request))
+        await self._workers.submit(Lane.ADAPTER, functools.partial(self.load_lora, lora_request))
 
     async def remove_lora(self, lora_int_id: int) -> bool:
         """Forget an adapter; its requests go on with it. False: there is no adapter of this number."""

@@ -21,6 +21,7 @@ class Lane(enum.Enum):
     """A kind of work. Value: the most threads for it."""
 
     TEXT = ("text", 2)  # tokenizing, rendering, automata of stop strings: milliseconds per 10,000 characters
+    ADAPTER = ("adapter", 1)  # files of adapters: as long as reading takes
     OUTPUT = ("output", 1)  # outputs with many log-probabilities
     GRAMMAR = ("grammar", 2)  # small grammars: milliseconds, at most a second or two
     LARGE_GRAMMAR = ("large grammar", 1)  # as long as the limits allow
