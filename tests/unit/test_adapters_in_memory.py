@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from draftwise import LLM, AsyncLLM, LoRARequest, SamplingParams
 from draftwise.engine import adapters
 from draftwise.engine.adapters import at_once
 from draftwise.engine.stepped import LLMEngine
+from draftwise.errors import EngineDeadError
+from draftwise.runner.local import LocalExecutor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPT: Any = {"prompt_token_ids": [5, 6, 7]}
@@ -105,6 +108,51 @@ def test_a_name_that_two_adapters_have_is_said_once(world: World) -> None:
     found = engine._engine.adapters.stats()
     assert found is not None and (found.running, found.waiting) == (("same",), ("same",))
     engine.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_second_ctrl_c_while_an_adapter_is_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """The engine goes on. Ahead, nobody waits for an adapter, so the interrupt meets the wait for a step."""
+    load, interrupts = LocalExecutor.load_adapter, [True]
+
+    def interrupted(self: LocalExecutor, *args: Any) -> None:
+        load(self, *args)
+        if interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            interrupts.pop()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    with LLM(world.model, async_scheduling=ahead, **OPTIONS) as llm:
+        wanted = [llm.generate(PROMPT, GREEDY, lora_request=known)[0] for known in world.requests]
+        monkeypatch.setattr(LocalExecutor, "load_adapter", interrupted)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([PROMPT] * 4, GREEDY, lora_request=world.requests)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        found = llm.generate([PROMPT] * 4, GREEDY, lora_request=world.requests)
+        assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
+        llm.check_integrity()
+
+
+def test_an_adapter_that_cannot_be_loaded_ends_the_engine(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: LocalExecutor, *args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(LocalExecutor, "load_adapter", fails)
+    for ahead in (False, True):
+        with (
+            LLM(world.model, async_scheduling=ahead, **OPTIONS) as llm,
+            pytest.raises(EngineDeadError, match="out of memory"),
+        ):
+            llm.generate(PROMPT, GREEDY, lora_request=world.requests[0])
 
 
 def test_who_needs_no_file_waits_for_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,10 +168,19 @@ class ThreadedExecutor(Executor):
         self._between_steps(lambda: self.inner.check_adapter(adapter))
 
     def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
-        self._between_steps(lambda: self.inner.load_adapter(slot, adapter))
+        self._thread.start(self._move, lambda: self.inner.load_adapter(slot, adapter))
 
     def drop_adapter(self, slot: int) -> None:
-        self._between_steps(lambda: self.inner.drop_adapter(slot))
+        self._thread.start(self._move, lambda: self.inner.drop_adapter(slot))
+
+    def _move(self, work: Callable[[], None]) -> None:
+        """Nobody waits for it: neither the next plan, nor one who presses Ctrl-C during a long step. If it fails, so
+        does the next step."""
+        if self._failure is None:
+            try:
+                work()
+            except BaseException as error:
+                self._failure = error
 
     def _between_steps(self, work: Callable[[], None]) -> None:
         """Have something done in the thread, and wait for it."""
