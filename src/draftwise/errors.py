@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 
 class DraftwiseError(Exception):
@@ -33,6 +35,10 @@ class LimitError(RequestError):
         super().__init__(f"{field}: {given}; at most {allowed:.15g} ({limit}){more}")
         self.field = field.partition(":")[0]
         self.limit = limit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew from its message: an exception that cannot be unpickled breaks a whole pool of processes."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ContextLengthError(RequestError):

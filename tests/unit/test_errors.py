@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 
-from draftwise.errors import shown, suggest
+from draftwise.errors import LimitError, shown, suggest
 
 
 @pytest.mark.parametrize("value", [0, -1.5, True, None, "a", b"a", [1, 2], ("x",), {"a": 1}, {1}])
@@ -41,3 +43,12 @@ def test_suggestions_are_for_misspellings() -> None:
     assert suggest("temprature", names) == "; did you mean 'temperature'?"
     assert suggest("zzz", names) == ""
     assert suggest("temperature" * 100_000, names) == ""
+
+
+@pytest.mark.parametrize("carry", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+def test_errors_travel_between_processes(carry: Any) -> None:
+    """`concurrent.futures` breaks its whole pool at an exception that cannot be unpickled."""
+    found = carry(LimitError("stop: more", "65 strings", "max_stop_strings", 64))
+    assert type(found) is LimitError
+    assert str(found) == "stop: more: 65 strings; at most 64 (max_stop_strings)"
+    assert (found.field, found.limit) == ("stop", "max_stop_strings")
