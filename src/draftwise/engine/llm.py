@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +21,7 @@ from draftwise.engine.group import RequestGroup, speculation_metrics
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.metric_list import Metric, metric_list
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
-from draftwise.engine.progress import RequestProgress
+from draftwise.engine.progress import RequestProgress, on_terminal
 from draftwise.engine.prompts import PromptLike, all_prompts, own_params, unlike_params
 from draftwise.engine.turns import Turns
 from draftwise.errors import DraftwiseError, EngineDeadError, RequestError, shown
@@ -101,7 +100,7 @@ class LLM(Absent):
             for group in groups:
                 for request in group.requests:
                     engine.core.scheduler.check(request.num_prompt, request.max_total)
-            show = use_tqdm if use_tqdm is not None else len(groups) > 1 and sys.stderr.isatty()
+            show = use_tqdm if use_tqdm is not None else len(groups) > 1 and on_terminal()
             with _progress(sum(len(group.requests) for group in groups) if show else 0) as progress:
                 self._run(groups, progress)
             engine.adapters.sweep(at_once)

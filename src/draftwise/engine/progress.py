@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
+
+def on_terminal() -> bool:
+    """Whether stderr is a terminal. Programs without a console have none, or something that can be written to."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # None, or an object of the program; it was closed
+        return False
+
 
 class RequestProgress:
     """Requests done and tokens per second, on stderr."""
@@ -16,7 +27,8 @@ class RequestProgress:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[rate]}"),
-            console=Console(stderr=True),
+            # A notebook shows a bar with ipywidgets; without it, it would show rich's warning that it is missing.
+            console=Console(stderr=True, force_jupyter=None if find_spec("ipywidgets") else False),
         )
         self._task = self._progress.add_task("requests", total=total, rate="")
         self._tokens = 0
