@@ -305,19 +305,33 @@ class TestBatch:
         off = request(chain((6, 1), "t"), "greedy", temperature=0, logits_processors=[boom_after_six])
         assert verify_batch(peaked(5, 1, 2), [off]) == [Verification((), (5,))]
         on = request(chain((6, 1), "t"), "greedy", temperature=0, logits_processors=[boom_after_six])
-        [out] = verify_batch(peaked(6, 1, 2), [on])
-        assert isinstance(out, RuntimeError)
+        assert verify_batch(peaked(6, 1, 2), [on]) == [Verification((), (6,))]
+
+    @pytest.mark.parametrize("logprobs", [None, 2])
+    def test_an_accepted_path_ends_before_an_error(self, logprobs: int | None) -> None:
+        """Its last token may be the text's last: nobody asks for the row behind it. Else the next step fails."""
+        tree = Proposal((4, 5, 6, 1), (-1, -1, 1, 2), "t")
+        one = request(tree, "greedy", temperature=0, logits_processors=[boom_after_six], logprobs=logprobs)
+        [out] = verify_batch(peaked(5, 2, 6, 1, 3), [one])
+        assert isinstance(out, Verification) and (out.path, out.token_ids) == ((1,), (5, 6))
+        assert (None if out.logprobs is None else [entry.token_id for entry in out.logprobs]) == (
+            None if logprobs is None else [5, 6]
+        )
 
     @pytest.mark.parametrize("rule", ["rejection", "block", "coupled", "typical"])
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_nothing_allowed(self, rule: str, temperature: float) -> None:
         state = make_state(temperature=temperature)
-        masks = torch.ones(2, V, dtype=torch.bool)
-        masks[1] = False
-        for tokens, fails in (((5,), True), ((4,), False)):
-            req = VerifyRequest(state, chain(tokens, "t"), 0, rule, PROMPT, pack(masks.numpy()))
-            [out] = verify_batch(peaked(5, 6, height=80.0), [req])
-            assert isinstance(out, RequestError if fails else Verification)
+        for row in (0, 1):
+            masks = torch.ones(2, V, dtype=torch.bool)
+            masks[row] = False
+            for token in (5, 4):
+                req = VerifyRequest(state, chain((token,), "t"), 0, rule, PROMPT, pack(masks.numpy()))
+                [out] = verify_batch(peaked(5, 6, height=80.0), [req])
+                if row == 0:
+                    assert isinstance(out, RequestError)
+                else:  # behind the draft, which stays
+                    assert out == Verification((), (5,))
 
     @pytest.mark.parametrize("temperature", [0, 1])
     @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

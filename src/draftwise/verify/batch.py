@@ -137,14 +137,21 @@ def _put_failures(
     requests: Sequence[VerifyRequest],
     failures: Mapping[int, Exception],
 ) -> None:
-    """Fail requests with an error (by row of the logits) on their accepted path."""
+    """End accepted paths before the first error (by row of the logits). At the root it fails the request.
+
+    A path that ends earlier is right, too: the text may end with its last token (a stop), and then nobody asks for the
+    row behind it. If it goes on, the next step has the error at its root. Example: the path (0, 2) with tokens
+    (5, 6, 7) and an error behind node 2 becomes (0,) with (5, 6).
+    """
     for r, request in enumerate(requests):
         result = results[r]
-        for node in (-1, *result.path) if isinstance(result, Verification) else ():
+        for depth, node in enumerate((-1, *result.path) if isinstance(result, Verification) else ()):
             error = failures.get(request.row_of(node))
-            if error is not None:
-                results[r] = error
-                break
+            if error is None:
+                continue
+            assert isinstance(result, Verification)
+            results[r] = Verification(result.path[: depth - 1], result.token_ids[:depth]) if depth else error
+            break
 
 
 _NOTHING = Verification((), ())
