@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftwise import LLM, SamplingParams
+from draftwise import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from draftwise.attention.torch_static import TorchStaticAttention
 from draftwise.kernels.handles import Linear
 from draftwise.kernels.torch_ops import TorchOps
@@ -91,3 +93,31 @@ def test_captured_passes_and_seats_are_gone(tmp_path: Path, monkeypatch: pytest.
         assert len(llm.generate(prompts, params)) == len(names)
     del llm
     assert alive() - before == Counter()
+
+
+def engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("draftwise-")}
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
+@pytest.mark.usefixtures("no_collector")
+def test_an_asynchronous_engine_that_nobody_has_is_gone(close: bool) -> None:
+    """A cell of a notebook that makes one is run again and again."""
+
+    async def generate() -> None:
+        llm = AsyncLLM(num_kv_blocks=40)
+        structured = StructuredOutputsParams(choice=["a", "b"])  # prepared in a thread of its own
+        params = SamplingParams(max_tokens=4, structured_outputs=structured)
+        async for _ in llm.generate("def f(x):", params):
+            pass
+        if close:
+            llm.close()
+
+    asyncio.run(generate())  # what is made once per process
+    gc.collect()
+    before, threads = alive(), engine_threads()
+    asyncio.run(generate())
+    for thread in engine_threads() - threads:
+        thread.join(30)
+    assert alive() - before == Counter()
+    assert engine_threads() <= threads

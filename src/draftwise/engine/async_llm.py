@@ -8,6 +8,7 @@ import functools
 import logging
 import threading
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +27,7 @@ from draftwise.engine.processor import Numbers
 from draftwise.engine.prompts import PromptLike, one_prompt, own_params
 from draftwise.engine.readers import Readers
 from draftwise.engine.stream import RequestStream, wake
-from draftwise.engine.thread import EngineThread
+from draftwise.engine.thread import EngineThread, weakly
 from draftwise.engine.tokenizing import prompt_text
 from draftwise.engine.workers import Lane, Workers
 from draftwise.errors import RequestError
@@ -76,7 +77,10 @@ class AsyncLLM(Absent):
         self._max_chunk_rate = max_chunk_rate
         self._observers: tuple[StepObserver, ...] = ()
         self._workers = Workers()
-        self._thread = EngineThread(self._engine.core, self._announce, self._wake_all)
+        self._thread = EngineThread(self._engine.core, weakly(self._announce), weakly(self._wake_all))
+        # Dropped without `close`, as by running the cell of a notebook again. Streams keep the engine.
+        self._dropped = weakref.finalize(self, _abandon, self._thread, self._workers)
+        self._dropped.atexit = False
         lifetime.stop_at_exit(self)
         lifetime.survive_forks(self)
         self._thread.start()
@@ -430,6 +434,7 @@ class AsyncLLM(Absent):
 
     def after_fork_in_child(self) -> None:
         """Called in a forked child. The thread stayed in the parent, so this copy answers with EngineDeadError."""
+        self._dropped.detach()  # of what it would end, threads that are gone may hold the locks
         self._engine.core.after_fork_in_child()
         self._thread.after_fork_in_child()
         self._workers = Workers()
@@ -441,6 +446,11 @@ class AsyncLLM(Absent):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.close)
+
+
+def _abandon(thread: EngineThread, workers: Workers) -> None:
+    thread.abandon()
+    workers.close()
 
 
 AsyncLLMEngine = AsyncLLM

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -18,6 +20,18 @@ from draftwise.sched.request import RequestUpdate
 logger = logging.getLogger("draftwise")
 
 _FORKED = "the engine runs in the process that this one was forked from: build one here, or start processes with spawn"
+
+
+def weakly(method: Callable[..., object]) -> Callable[..., None]:
+    """A bound method that does not keep its object alive: without the object, a call does nothing."""
+    found = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        bound = found()
+        if bound is not None:
+            bound(*arguments)
+
+    return call
 
 
 class EngineThread:
@@ -35,6 +49,7 @@ class EngineThread:
         self.wakeup = threading.Condition(core.lock)
         self._between: list[tuple[Callable[[], object], Future[None]]] = []  # to be done before the next step
         self._closing = False
+        self._abandoned = False
         self._failure: BaseException | None = None
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="draftwise-engine", daemon=True)
@@ -109,6 +124,11 @@ class EngineThread:
         if self._failure is None:
             self._failure = EngineDeadError(_FORKED)
 
+    def abandon(self) -> None:
+        """Nobody has the engine any more: end after this step, and release the models."""
+        self._abandoned = True
+        self.ask_to_stop()
+
     # ------------------------------------------------------------------------------------------- the thread
 
     @torch.inference_mode()
@@ -140,6 +160,8 @@ class EngineThread:
             for _, done in tasks:
                 done.set_exception(EngineDeadError("the engine has stopped"))
             self._end()
+            if self._abandoned:
+                core.close()
 
     def _do_between(self) -> None:
         with self.wakeup:
