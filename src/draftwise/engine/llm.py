@@ -23,6 +23,7 @@ from draftwise.engine.metric_list import Metric, metric_list
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.progress import RequestProgress, on_terminal
 from draftwise.engine.prompts import PromptLike, all_prompts, own_params, unlike_params
+from draftwise.engine.surroundings import own_device
 from draftwise.engine.turns import Turns
 from draftwise.errors import DraftwiseError, EngineDeadError, RequestError, shown
 from draftwise.sampling.params import SamplingParams
@@ -89,7 +90,7 @@ class LLM(Absent):
         if len(ranks) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(ranks)} priorities")
         adapters = _one_each(lora_request, len(many))
-        with self._turns:
+        with self._turns, own_device():
             engine = self._alive()
             groups = [
                 engine.processor.group(

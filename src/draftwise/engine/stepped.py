@@ -16,6 +16,7 @@ from draftwise.engine.group import RequestGroup
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.prompts import PromptLike, one_prompt, own_params
+from draftwise.engine.surroundings import own_device
 from draftwise.errors import EngineDeadError, RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import RequestUpdate
@@ -76,7 +77,7 @@ class LLMEngine:
         """Compute one step. Returns an output per changed prompt, as its ``output_kind`` asks. Ctrl-C waits for the
         end of the step, whose outputs then come with those of the next call."""
         engine = self._alive()
-        with WholeSteps(), lifetime.computing(), torch.inference_mode():
+        with WholeSteps(), own_device(), lifetime.computing(), torch.inference_mode():
             self._news += engine.core.step()
         updates, self._news = self._news, []
         changed = dict.fromkeys(self._names[u.request.rid] for u in updates if u.request.rid in self._names)

@@ -1,0 +1,47 @@
+"""What a program has set for its own use of torch, and what its threads do at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from draftwise import lifetime
+
+
+@contextmanager
+def own_device() -> Iterator[None]:
+    """Tensors for which no device is named are on the CPU inside, whatever `torch.set_default_device` says.
+
+    Native code is given their addresses: on another device, such as "meta", it would read memory that is not there."""
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
+
+
+class Alone:
+    """A context that one thread at a time is in, and the same thread as often as it likes.
+
+    Engines are built in it: names that Transformers loads on first use are not there yet for a second thread, and the
+    number of torch's threads is one for all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        lifetime.survive_forks(self)
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """A thread that is gone may hold the old lock."""
+        self._lock = threading.RLock()
+
+
+building = Alone()

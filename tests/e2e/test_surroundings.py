@@ -1,0 +1,87 @@
+"""Engines in programs that use torch in their own way, and that build several at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from draftwise import LLM, AsyncLLM, SamplingParams
+from draftwise.engine.surroundings import Alone
+from tests.e2e.conftest import random_prompts, token_ids
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[[], None]]:
+    """Sets torch's default device to one where nothing can be read."""
+    yield lambda: torch.set_default_device("meta")
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_default_device_of_a_program_stays_its_own(
+    make_llm: Callable[..., LLM], elsewhere: Callable[[], None], when: str
+) -> None:
+    prompts = random_prompts(3, seed=3)
+    wanted = token_ids(make_llm().generate(prompts, GREEDY))
+    if when == "before":
+        elsewhere()
+    llm = make_llm()
+    elsewhere()
+    assert token_ids(llm.generate(prompts, GREEDY)) == wanted
+    assert torch.get_default_device().type == "meta"
+
+
+def test_an_asynchronous_engine_is_built_on_its_own_device(elsewhere: Callable[[], None]) -> None:
+    async def generate() -> Any:
+        async with AsyncLLM(num_kv_blocks=16) as llm:
+            return [output async for output in llm.generate("x = ", GREEDY)][-1]
+
+    wanted = asyncio.run(generate()).outputs[0].token_ids
+    elsewhere()
+    assert asyncio.run(generate()).outputs[0].token_ids == wanted
+
+
+AT_ONCE = """
+from concurrent.futures import ThreadPoolExecutor
+from draftwise import LLM
+def build(_):
+    LLM(num_kv_blocks=16).close()
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(build, range(4)))
+"""
+
+
+def test_threads_may_build_engines_at_once() -> None:
+    """In a new process: what Transformers loads on first use was half there for the second thread."""
+    subprocess.run([sys.executable, "-c", AT_ONCE], check=True, timeout=300)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_builds_although_a_thread_of_its_parent_was_building() -> None:
+    alone = Alone()
+    inside, leave = threading.Event(), threading.Event()
+
+    def build() -> None:
+        with alone:
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if not child:
+        os._exit(0 if alone._lock.acquire(timeout=10) else 1)
+    leave.set()
+    thread.join(60)
+    assert os.waitpid(child, 0)[1] == 0
