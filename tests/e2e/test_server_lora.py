@@ -194,5 +194,30 @@ def test_modules_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None
     for given in (["a"], ["=x"], ["a="], ["{}"], ["{"], ["a=x", "a=y"]):
         with pytest.raises(ConfigError, match="lora_modules"):
             parse_modules(given)
-    assert main.main(["serve", "--lora-modules", "a=x"]) == 2
-    assert "lora_modules: needs enable_lora" in capsys.readouterr().err
+    for command in (["serve"], ["run-batch", "-i", __file__, "-o", "-"]):
+        assert main.main([*command, "--lora-modules", "a=x"]) == 2
+        assert "lora_modules: needs enable_lora" in capsys.readouterr().err
+
+
+def test_a_file_of_requests_with_adapters(world: World, tmp_path: Path) -> None:
+    names = ("tiny", "a", "b", "c")
+    bodies = [{**ASK, "model": name} for name in names]
+    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"custom_id": body["model"], "method": "POST", "url": "/v1/completions", "body": body}
+        for body in bodies
+    ]
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [
+        "run-batch", "-i", str(asked), "-o", str(answered), "--model", str(world.model), "--served-model-name", "tiny",
+        "--num-kv-blocks", "64", "--dtype", "float32", "--enable-lora", "--max-loras", "1", "--lora-modules",
+    ]  # fmt: skip
+    assert (
+        main.main([*command, *(f"{name}={path}" for name, path in zip("ab", world.adapters, strict=True))])
+        == 1
+    )
+    answers = [json.loads(line) for line in answered.read_text().splitlines()]
+    found = {answer["custom_id"]: answer["response"] for answer in answers}
+    assert found["c"]["status_code"] == 404
+    assert [found[name]["body"]["choices"][0]["text"] for name in names[:3]] == world.texts
+    assert main.main([*command, f"a={tmp_path / 'nothing'}"]) == 2

@@ -15,7 +15,7 @@ from draftwise.cli.inputs import read_stdin
 from draftwise.cli.numbers import positive
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs, split_names
 from draftwise.cli.report import note, progress
-from draftwise.errors import install
+from draftwise.errors import ConfigError, install
 
 if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
@@ -47,6 +47,13 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="requests that are answered side by side (64)",
     )
+    parser.add_argument(
+        "--lora-modules",
+        action="extend",
+        nargs="+",
+        metavar="NAME=PATH",
+        help="with --enable-lora: adapters, which requests name as their model",
+    )
     add_engine_options(parser, several_names=True)
     parser.set_defaults(run=run)
 
@@ -67,16 +74,24 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: {install('serve')}") from None
     from draftwise import AsyncLLM
+    from draftwise.config.lora import parse_modules
     from draftwise.server.app import create_app
     from draftwise.server.batch import answer_all
     from draftwise.server.config import DEFAULT_MODEL_NAME, ServerConfig
 
     options = engine_kwargs(args)
     names = split_names(options.pop("served_model_name", None) or ())
-    config = ServerConfig(model_names=tuple(names or [options.get("model") or DEFAULT_MODEL_NAME]))
+    modules = parse_modules(args.lora_modules or ())
+    if modules and not options.get("enable_lora"):
+        raise ConfigError("lora_modules: needs enable_lora")
+    config = ServerConfig(
+        model_names=tuple(names or [options.get("model") or DEFAULT_MODEL_NAME]), lora_modules=modules
+    )
 
     async def work(output: TextIO) -> tuple[int, int]:
         async with AsyncLLM(**options) as llm:
+            for module in modules:
+                await llm.add_lora(module)
             with progress(len(lines), "requests") as advance:
 
                 def write(answer: dict[str, Any]) -> None:
