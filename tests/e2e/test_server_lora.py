@@ -182,7 +182,7 @@ def test_an_adapter_goes_when_its_last_request_has_ended(world: World) -> None:
                 stream.close()
             core = llm._engine.core
             assert await llm.remove_lora(1)
-            assert core.adapters == {} and not core.scheduler.adapters.has_moves
+            assert core.adapters == {} and not core.scheduler.adapters.moves
             return found
 
     assert asyncio.run(run()) == world.texts[1:]

@@ -89,6 +89,7 @@ class ScriptedEngine:
                 "num_blocks": 1,
                 "finish_reasons": {},
                 "drafter_failures": {},
+                "adapters": None,
                 "speculation": SpeculationMetrics(),
                 "control": ControlStats(),
             }

@@ -186,6 +186,6 @@ class Adapters:
             for entry in (*gone, *oldest):
                 del self._core.adapters[entry.slot], self._names[entry.slot]
                 self._core.scheduler.adapters.forget(entry.slot)
-            moves = bool(gone or oldest) and self._core.scheduler.adapters.has_moves
+            moves = bool(gone or oldest) and self._core.scheduler.adapters.moves
         if moves:
             between(self._core.move_adapters)

@@ -95,18 +95,15 @@ class EngineCore:
             self.scheduler.add(request)
             self.executor.hurry(True)
 
-    def move_adapters(self) -> bool:
-        """Have the executor hold the adapters of the requests that run now, instead of others. Between two steps.
-        False: there was nothing to do."""
+    def move_adapters(self) -> None:
+        """Have the executor hold the adapters of the requests that run now, instead of others. Between two steps."""
         places = self.scheduler.adapters
-        if not places.has_moves:
-            return False
         while True:
             with self.lock:
                 move = places.take_move()
                 adapter = None if move is None else self.adapters.get(move.adapter)
             if move is None:
-                return True
+                return
             try:
                 if move.what == "drop":
                     self.executor.drop_adapter(move.adapter)
@@ -158,7 +155,9 @@ class EngineCore:
             self.executor.hurry(False)
             plan = self.scheduler.schedule()
         try:
-            moved = self.move_adapters()
+            moved = bool(self.scheduler.adapters.moves)
+            if moved:
+                self.move_adapters()
             result = self.executor.execute(plan)
         except BaseException:  # Ctrl-C, say: the step has no results
             with self.lock:
@@ -178,7 +177,9 @@ class EngineCore:
             with self.lock:
                 plan = self.scheduler.schedule()
             if plan.rows or plan.removed or plan.trimmed or not self._flights:
-                self._moved = self.move_adapters() or self._moved
+                if self.scheduler.adapters.moves:
+                    self._moved = True
+                    self.move_adapters()
                 queued = bool(self._flights)
                 self._flights.append(_Flight(self.executor.submit(plan), queued))
                 if not queued:

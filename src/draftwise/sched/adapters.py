@@ -34,7 +34,8 @@ class AdapterPlaces:
         self._most = most
         self._running: dict[int, int] = {}  # requests of each adapter that run
         self._held: dict[int, None] = {}  # least recently used first
-        self._moves: list[Move] = []  # not yet done, in order
+        self.moves: list[Move] = []
+        """What the executor is to be told before the next step, in order."""
         self._passed: int | None = None  # the oldest request that was passed over
         self._overtaking = 0  # requests with adapters that were admitted since
         self._ending = 0  # the adapter whose place that one gets, once too many have been
@@ -96,7 +97,7 @@ class AdapterPlaces:
         else:
             if len(self._held) >= self._most:
                 self.forget(next(other for other in self._held if other not in self._running))
-            self._moves.append(Move("load", adapter))
+            self.moves.append(Move("load", adapter))
         self._held[adapter] = None
         self._running[adapter] = self._running.get(adapter, 0) + 1
 
@@ -116,23 +117,18 @@ class AdapterPlaces:
             return
         del self._held[adapter]
         load = Move("load", adapter)
-        if load in self._moves:
-            self._moves.remove(load)  # the executor never heard of it
+        if load in self.moves:
+            self.moves.remove(load)  # the executor never heard of it
         else:
-            self._moves.append(Move("drop", adapter))
-
-    @property
-    def has_moves(self) -> bool:
-        """Whether the executor is to be told of something before the next step."""
-        return bool(self._moves)
+            self.moves.append(Move("drop", adapter))
 
     def take_move(self) -> Move | None:
         """What the executor is to be told next, in order; None: nothing more."""
-        return self._moves.pop(0) if self._moves else None
+        return self.moves.pop(0) if self.moves else None
 
     def put_back(self, move: Move) -> None:
         """A move could not be carried out: it is the next one again."""
-        self._moves.insert(0, move)
+        self.moves.insert(0, move)
 
     def check(self, running: Iterable[Request]) -> None:
         """Raise AssertionError if the books do not agree with who runs."""

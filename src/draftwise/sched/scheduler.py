@@ -12,7 +12,7 @@ from draftwise.kv.manager import KVManager
 from draftwise.sched.adapters import AdapterPlaces
 from draftwise.sched.admission import Refusal, admission, entering
 from draftwise.sched.ahead import outlook
-from draftwise.sched.columns import PlanColumns
+from draftwise.sched.columns import EMPTY_PLAN, PlanColumns
 from draftwise.sched.committing import commit_row
 from draftwise.sched.drafts import DraftRoom
 from draftwise.sched.integrity import check_books
@@ -60,8 +60,8 @@ class Scheduler:
         self._waiting = Waiting()
         self._running = Ordered()
         self._removed: list[int] = []  # the executor still has them
-        self._newest = PlannedStep()
-        self._before = PlannedStep()  # the one before it
+        self._newest = PlannedStep(StepShape())
+        self._before = PlannedStep(StepShape())  # the one before it
         self._books: Books | None = native_books()
         self._members: tuple[int, Members] | None = None  # who runs, and `Ordered.version` of that
         self._trimmed: dict[int, int] = {}
@@ -138,10 +138,11 @@ class Scheduler:
         self._trimmed = self._rounds.give_back(self._running, self._waiting, places)
         # What will run once all that fit are admitted: the first of many must not draft as if it were alone, nor one
         # for whose adapter the others wait as if they ran.
-        entering = self.adapters.num_entering(self._waiting)
+        waiting = bool(self._waiting)
+        entering = self.adapters.num_entering(self._waiting) if waiting else 0
         self._batch_size = min(len(self._running) + entering, self.config.max_num_seqs)
         shape = StepShape(note=self._controller.begin(self._batch_size))
-        self._before, self._newest = self._newest, PlannedStep(shape=shape)
+        self._before, self._newest = self._newest, PlannedStep(shape)
         preempted = self.num_preemptions
         members = self._running_members()
         shares = None if members is None else self._roots_together(members)
@@ -154,7 +155,7 @@ class Scheduler:
             shares.num_new[i] += min(shares.missing[i] - 1, left - kept)
             left -= shares.num_new[i] - 1
         new: list[NewRequest] = []
-        if preempted == self.num_preemptions:  # else running requests found no room: admit none
+        if waiting and preempted == self.num_preemptions:  # else running requests found no room: admit none
             while self._waiting and len(self._running) < self.config.max_num_seqs:
                 admitted = self._admit(left, kept, shares)
                 if admitted is None:
@@ -164,13 +165,7 @@ class Scheduler:
         self._draft_room.divide(shares, left, self._controller, self._batch_size)
         self._controller.grant(shares.rids, shares.budgets)
         rounds, cuts = 1, None
-        if (
-            members is not None
-            and self._books is not None
-            and not self._waiting
-            and not shares.reading
-            and not new
-        ):
+        if members is not None and self._books is not None and not waiting and not shares.reading:
             rounds, cuts = self._rounds.of(shares, self._controller, self._books, members, self._running)
         self._plan(shares, members)
         plan = StepPlan(
@@ -354,7 +349,10 @@ class Scheduler:
         cancelled meanwhile are ignored."""
         updates, self._finished = self._finished, []
         now = self._clock()
-        planned, side_by_side = self._step_of(result).take_in()
+        # Steps are taken in in their order: the one before the newest plan first.
+        step = self._before if result.step < self._step else self._newest
+        planned, side_by_side = step.plan, step.side_by_side
+        step.plan, step.side_by_side = EMPTY_PLAN, None
         if not result.earlier:
             return updates + self._commit_round(result.rows, planned, side_by_side, now)
         own: list[RequestUpdate] = []
@@ -389,13 +387,9 @@ class Scheduler:
             for i, (request, taken) in enumerate(took)
         ]
 
-    def _step_of(self, result: StepResult) -> PlannedStep:
-        """Steps are taken in in their order: the one before the newest plan first."""
-        return self._before if result.step < self._step else self._newest
-
     def learn(self, result: StepResult, seconds: float | None) -> None:
         """Tell the controller what the committed step took, see `Controller.observe`."""
-        shape = self._step_of(result).shape
+        shape = (self._before if result.step < self._step else self._newest).shape
         if seconds is not None and not shape.prompt_rows:
             self._rounds.took(seconds / result.num_rounds)
         self._controller.observe(result, shape, seconds)
