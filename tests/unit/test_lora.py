@@ -352,6 +352,7 @@ def test_as_many_as_are_kept_need_no_file(
 
 def test_requests_that_make_no_sense(llm: LLM, world: World, tmp_path: Path) -> None:
     first = world.requests[0]
+    llm.generate(PROMPTS[:1], GREEDY, lora_request=first)
     with pytest.raises(RequestError, match="lora_int_id 1 is 'adapter1'"):
         llm.generate(PROMPTS[:1], GREEDY, lora_request=LoRARequest("other", 1, world.requests[1].lora_path))
     with pytest.raises(RequestError, match="does not exist"):

@@ -435,6 +435,7 @@ class AsyncLLM(Absent):
     def after_fork_in_child(self) -> None:
         """Called in a forked child. The thread stayed in the parent, so this copy answers with EngineDeadError."""
         self._dropped.detach()  # of what it would end, threads that are gone may hold the locks
+        self._engine.adapters.after_fork_in_child()
         self._engine.core.after_fork_in_child()
         self._thread.after_fork_in_child()
         self._workers = Workers()

@@ -68,9 +68,8 @@ class EngineCore:
         self.clock = clock
         self.lock = threading.RLock()
         self.totals = Totals()
-        self.adapters: dict[
-            int, Mapping[str, LowRank]
-        ] = {}  # by number; what the executor may be told to hold
+        self.adapters: dict[int, Mapping[str, LowRank]] = {}
+        """By number: those that the executor may be told to hold."""
         self._ahead = ahead
         self._stepping = False  # a thread is in `step`
         self._flights: deque[_Flight] = deque()  # handed over, not taken in: two at most

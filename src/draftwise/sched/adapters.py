@@ -42,7 +42,7 @@ class AdapterPlaces:
 
     def first(self, waiting: Waiting) -> Request | None:
         """Which request is the next to be admitted; None: all wait for places. Takes no longer if more wait."""
-        if not len(waiting):
+        if not waiting:
             return None
         head = waiting.first
         if self._fits(head.adapter):
@@ -54,7 +54,7 @@ class AdapterPlaces:
 
     def num_entering(self, waiting: Waiting) -> int:
         """The number of those who wait whose adapters find places while all who run go on."""
-        if not len(waiting):
+        if not waiting:
             return 0
         if self._fits(waiting.first.adapter):
             queues, free = waiting.by_adapter, self._most - len(self._running)
