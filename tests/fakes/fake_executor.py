@@ -222,6 +222,9 @@ class LateExecutor(Executor):
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
 
+    def check_adapter(self, adapter: Mapping[str, LowRank]) -> None:
+        self._between_steps(lambda: self.inner.check_adapter(adapter))
+
     def load_adapter(self, slot: int, adapter: Mapping[str, LowRank]) -> None:
         self._between_steps(lambda: self.inner.load_adapter(slot, adapter))
 

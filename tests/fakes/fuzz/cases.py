@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from draftwise import SamplingParams
 from tests.fakes.every_method import SHAPES, TREE
-from tests.fakes.fuzz.world import END, MODEL_LEN, VOCAB, World
+from tests.fakes.fuzz.world import END, MODEL_LEN, NUM_ADAPTERS, VOCAB, World
 
 MAX_PROMPT = 40
 TREE_METHODS = frozenset(
@@ -35,7 +35,8 @@ GRAMMARS: list[dict[str, Any]] = [
 @dataclass(frozen=True)
 class Ask:
     """One prompt of a batch. ``arrival``: steps of the engine (or ticks of the event loop) before it comes;
-    ``cancel``: how it is given up once ``cancel_after`` output tokens are there; None: never."""
+    ``cancel``: how it is given up once ``cancel_after`` output tokens are there; None: never. ``adapter``: its number
+    in `World.adapters`."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -43,6 +44,7 @@ class Ask:
     arrival: int = 0
     cancel: str | None = None
     cancel_after: int = 0
+    adapter: int = 0
 
     @property
     def rule(self) -> str:
@@ -88,6 +90,11 @@ def make_case(seed: int, world: World) -> Case:
     for _ in range(rng.randint(1, 3)):
         size = rng.choice([1, 3, 5, 8, 10])
         batches.append([_ask(rng, bases, methods, family, drive, options) for _ in range(size)])
+    adapted = random.Random(f"adapters {seed}")
+    if adapted.random() < 0.3:
+        options |= _adapter_places(adapted)
+        few = [0, *adapted.sample(range(1, NUM_ADAPTERS + 1), adapted.choice([1, 2, NUM_ADAPTERS]))]
+        batches = [[replace(ask, adapter=adapted.choice(few)) for ask in batch] for batch in batches]
     return Case(
         seed,
         kernels,
@@ -146,6 +153,15 @@ def _engine(rng: random.Random, kernels: str, family: str, world: World) -> dict
     if native and rng.random() < 0.4:
         options["kv_cache_dtype"] = rng.choice(["float32", "bfloat16", "float16", "int8", "fp8"])
     return options
+
+
+def _adapter_places(rng: random.Random) -> dict[str, Any]:
+    """Mostly fewer than there are adapters, so that requests wait for them."""
+    places = rng.choice([1, 1, 2, 3])
+    out = {"enable_lora": True, "max_loras": places}
+    if rng.random() < 0.3:
+        out["max_cpu_loras"] = places + rng.choice([0, 1])
+    return out
 
 
 # ------------------------------------------------------------------------------------------- the requests

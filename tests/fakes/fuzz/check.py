@@ -48,7 +48,7 @@ class References:
     def engine(self, case: Case) -> LLM:
         options = case.options
         names = ("dtype", "kv_cache_dtype", "quantization")
-        key = (case.kernels, *(options.get(name) for name in names))
+        key = (case.kernels, "enable_lora" in options, *(options.get(name) for name in names))
         llm = self._made.get(key)
         if llm is None:
             with kernels(case.kernels):
@@ -60,6 +60,7 @@ class References:
                     max_num_seqs=1,
                     enable_prefix_caching=False,
                     speculation_control="static",
+                    enable_lora="enable_lora" in options,
                     **{name: options[name] for name in names if name in options},
                 )
         return llm
@@ -74,7 +75,16 @@ class References:
             speculation={"method": "none", "rule": ask.rule},
             **changes,
         )
-        return self.engine(case).generate([{"prompt_token_ids": list(ask.prompt)}], params)[0]
+        return self.generate(case, ask, ask.prompt, params)
+
+    def generate(
+        self, case: Case, ask: Ask, token_ids: Sequence[int], params: SamplingParams
+    ) -> RequestOutput:
+        """Another prompt, with the adapter of a request."""
+        adapter = self.world.adapters[ask.adapter]
+        return self.engine(case).generate(
+            [{"prompt_token_ids": list(token_ids)}], params, lora_request=adapter
+        )[0]
 
     def close(self) -> None:
         self.drafters.close()
@@ -141,9 +151,7 @@ def _check_same(sample: CompletionOutput, other: CompletionOutput, stops: Sequen
         assert other.text.startswith(whole), f"{sample.text!r}, plainly {other.text!r}"
         return
     if sample.finish_reason == "error":
-        # A step that fails delivers nothing, and a step of drafts would have delivered more than a plain one.
         assert other.finish_reason == "error", f"failed: {sample.error}"
-        return
     found = (sample.finish_reason, sample.stop_reason, sample.text, n)
     assert found == (other.finish_reason, other.stop_reason, other.text, len(other.token_ids)), (
         f"{found}, plainly {(other.finish_reason, other.stop_reason, other.text, len(other.token_ids))}"
@@ -189,9 +197,9 @@ def _check_read_again(case: Case, answer: Answer, output: RequestOutput, referen
     for sample in output.outputs:
         if sample.logprobs is None or not sample.token_ids:
             continue
-        whole = {"prompt_token_ids": [*ask.prompt, *sample.token_ids]}
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=ask.params.logprobs)
-        read = references.engine(case).generate([whole], params)[0].prompt_logprobs
+        whole = (*ask.prompt, *sample.token_ids)
+        read = references.generate(case, ask, whole, params).prompt_logprobs
         assert read is not None
         _check_logprobs(sample.logprobs, read[len(ask.prompt) :], True)
 

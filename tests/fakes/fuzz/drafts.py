@@ -36,7 +36,7 @@ def compared(case: Case, ask: Ask) -> bool:
 
 def always_right(case: Case, ask: Ask) -> bool:
     """Whether the drafter of a request is the target, bit for bit."""
-    exact = case.family == "oracle" and ask.method == "draft_model"
+    exact = case.family == "oracle" and ask.method == "draft_model" and not ask.adapter
     options = case.options
     return exact and options["kv_cache_dtype"] in ("auto", options["dtype"]) and "quantization" not in options
 
@@ -77,6 +77,7 @@ class Drafters:
         options = case.options
         names = ("dtype", "kv_cache_dtype", "quantization", "speculative_config")
         own: dict[str, Any] = {name: options[name] for name in names if name in options}
+        own["enable_lora"] = "enable_lora" in options
         key = repr(own)
         llm = self._made.get(key)
         if llm is None:
@@ -95,7 +96,8 @@ class Drafters:
                     **own,
                 )
         params = ask.params.replace(n=1, output_kind="cumulative", logprobs=None, prompt_logprobs=None)
-        return llm.generate([{"prompt_token_ids": list(ask.prompt)}], params)[0]
+        adapter = self._world.adapters[ask.adapter]
+        return llm.generate([{"prompt_token_ids": list(ask.prompt)}], params, lora_request=adapter)[0]
 
     def close(self) -> None:
         for llm in self._made.values():

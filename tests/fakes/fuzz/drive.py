@@ -14,6 +14,7 @@ from typing import Any
 
 from draftwise import AsyncLLM, EngineDeadError, RequestOutput
 from draftwise.config import resolve_engine_config
+from draftwise.engine.adapters import at_once
 from draftwise.engine.async_llm import RequestStream
 from draftwise.engine.builder import Engine, build_engine
 from draftwise.engine.group import RequestGroup
@@ -138,6 +139,15 @@ class Watched(Executor):
         self._check(plan)
         return self.inner.submit(plan)
 
+    def check_adapter(self, adapter: Any) -> None:
+        self.inner.check_adapter(adapter)
+
+    def load_adapter(self, slot: int, adapter: Any) -> None:
+        self.inner.load_adapter(slot, adapter)
+
+    def drop_adapter(self, slot: int) -> None:
+        self.inner.drop_adapter(slot)
+
     def forget(self) -> None:
         self.inner.forget()
 
@@ -157,7 +167,7 @@ def _run_steps(case: Case, world: World) -> Run:
         answers: list[Answer] = []
         for number, batch in enumerate(case.batches):
             asks = follow_up(batch, answers, random.Random(f"{case.seed}/{number}"))
-            answers += _batch(engine, local, asks, case)
+            answers += _batch(engine, local, asks, case, world)
         core.step()  # the executor learns of the last ones
         while core.has_work:
             core.step()
@@ -169,7 +179,9 @@ def _run_steps(case: Case, world: World) -> Run:
         core.close()
 
 
-def _batch(engine: Engine, local: LocalExecutor, asks: Sequence[Ask], case: Case) -> list[Answer]:
+def _batch(
+    engine: Engine, local: LocalExecutor, asks: Sequence[Ask], case: Case, world: World
+) -> list[Answer]:
     core = engine.core
     groups: list[RequestGroup | None] = [None] * len(asks)
     given_up: set[int] = set()
@@ -179,8 +191,9 @@ def _batch(engine: Engine, local: LocalExecutor, asks: Sequence[Ask], case: Case
             group = groups[i]
             if group is None and (ask.arrival <= step or not core.has_work):
                 prompt = {"prompt_token_ids": list(ask.prompt)}
+                lease = engine.adapters.lease(world.adapters[ask.adapter], at_once)
                 groups[i] = group = engine.processor.group(
-                    prompt, ask.params, f"{case.seed}-{i}", ask.priority
+                    prompt, ask.params, f"{case.seed}-{i}", ask.priority, lease=lease
                 )
                 for request in group.requests:
                     core.add(request)
@@ -260,7 +273,9 @@ async def _async(case: Case, world: World) -> Run:
     try:
         for number, batch in enumerate(case.batches):
             asks = follow_up(batch, answers, random.Random(f"{case.seed}/{number}"))
-            tasks = [asyncio.create_task(_one(llm, ask, f"{number}-{i}")) for i, ask in enumerate(asks)]
+            tasks = [
+                asyncio.create_task(_one(llm, ask, f"{number}-{i}", world)) for i, ask in enumerate(asks)
+            ]
             if case.close_early and batch is case.batches[-1]:
                 await asyncio.sleep(0.004)
                 await asyncio.to_thread(llm.close)
@@ -276,12 +291,13 @@ async def _async(case: Case, world: World) -> Run:
         await asyncio.to_thread(llm.close)
 
 
-async def _one(llm: AsyncLLM, ask: Ask, name: str) -> Answer:
+async def _one(llm: AsyncLLM, ask: Ask, name: str, world: World) -> Answer:
     """Read one request's outputs, or as many as its way of ending lets it."""
     await asyncio.sleep(ask.arrival * 0.0007)
     prompt = {"prompt_token_ids": list(ask.prompt)}
     try:
-        stream = llm.submit(prompt, ask.params, name, priority=ask.priority)
+        adapter = world.adapters[ask.adapter]
+        stream = llm.submit(prompt, ask.params, name, priority=ask.priority, lora_request=adapter)
         await stream.ready()
     except EngineDeadError:
         return Answer(ask, 0, None, dead=True)

@@ -21,7 +21,9 @@ from draftwise.runner.rows import Row
 from draftwise.runner.seat_entry import Scratch
 from draftwise.runner.seats import Seats
 from draftwise.sampling.state import SamplingState
+from draftwise.sched import request as request_file
 from draftwise.sched import scheduler as scheduler_file
+from draftwise.sched.adapters import AdapterPlaces
 from draftwise.sched.ahead import Outlook, outlook
 from draftwise.sched.request import Request
 from draftwise.sched.scheduler import Scheduler
@@ -140,6 +142,16 @@ def counts_whole_steps(patch: Patch) -> None:
     patch.setattr(Scheduler, "_commit_row", counts)
 
 
+def prefixes_of_every_adapter(patch: Patch) -> None:
+    """A request finds blocks that were filled under another adapter."""
+    patch.setattr(request_file, "adapter_salt", lambda adapter: None)
+
+
+def places_kept(patch: Patch) -> None:
+    """A request that ends, or is preempted, keeps the place of its adapter."""
+    patch.setattr(AdapterPlaces, "leave", _nothing)
+
+
 def pieces_lost(patch: Patch) -> None:
     """A stream's reader who comes late gets the newest token alone."""
     piece = RequestGroup._completion
@@ -159,6 +171,8 @@ SOON: tuple[Callable[[Patch], None], ...] = (
     stops_seen_late,
     penalties_forget,
     counts_whole_steps,
+    prefixes_of_every_adapter,
+    places_kept,
     pieces_lost,
 )
 """Found within the cases of every run."""
