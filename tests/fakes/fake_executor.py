@@ -1,8 +1,8 @@
 """An executor without a model, which remembers what every cache slot holds and checks every plan against it.
 
 The "model" says that the token after a prefix is a hash of it, so that a request's whole output is known in advance
-whatever was drafted, preempted or shared. A slot holds the hash of the prefix that its K/V would depend on: a wrong
-block table, a stale cached block or a missed compaction shows as a wrong hash.
+whatever was drafted, preempted or shared. A slot holds what its K/V would depend on, the adapter and the hash of the
+prefix: a wrong block table, a stale cached block, one of another adapter or a missed compaction shows.
 """
 
 from __future__ import annotations
@@ -59,9 +59,14 @@ class FakeExecutor(Executor):
         self.max_rows = max_rows
         self.random = random.Random(seed)
         self.rows: dict[int, _Row] = {}
-        self.slots: dict[int, int] = {}
+        self.slots: dict[int, tuple[int, int]] = {}
         self.adapters: set[int] = set()
         self.most_adapters = 0  # that were held at once
+
+    @staticmethod
+    def held(row: _Row, tokens: list[int]) -> tuple[int, int]:
+        """What the slot of the last of these tokens holds."""
+        return row.adapter, prefix_hash(tokens)
 
     def slot(self, row: _Row, key: int) -> int:
         return row.blocks[key // self.block_size] * self.block_size + key % self.block_size
@@ -111,6 +116,7 @@ class FakeExecutor(Executor):
                     full = (i + 1) * self.block_size
                     assert i == j and full <= row.num_computed and full <= self.rows[other].num_computed
                     assert row.tokens[:full] == self.rows[other].tokens[:full]
+                    assert row.adapter == self.rows[other].adapter
                 owners[block] = (rid, i)
 
     def _run(self, rid: int, num_new: int, num_draft: int, budget: int) -> RowResult:
@@ -120,11 +126,11 @@ class FakeExecutor(Executor):
         assert num_new >= 1 and base <= len(row.tokens)
         assert len(row.blocks) * self.block_size >= base + num_draft
         for key in range(row.num_computed):
-            assert self.slots.get(self.slot(row, key)) == prefix_hash(row.tokens[: key + 1]), (
+            assert self.slots.get(self.slot(row, key)) == self.held(row, row.tokens[: key + 1]), (
                 f"request {rid}: slot of token {key} does not hold its K/V"
             )
         for key in range(row.num_computed, base):
-            self.slots[self.slot(row, key)] = prefix_hash(row.tokens[: key + 1])
+            self.slots[self.slot(row, key)] = self.held(row, row.tokens[: key + 1])
         if base < len(row.tokens):
             assert num_draft == 0
             row.num_computed = base
@@ -139,7 +145,7 @@ class FakeExecutor(Executor):
         for i, parent in enumerate(parents):
             path = (paths[parent] if parent >= 0 else []) + [drafts[i]]
             paths.append(path)
-            self.slots[self.slot(row, base + i)] = prefix_hash(row.tokens + path)
+            self.slots[self.slot(row, base + i)] = self.held(row, row.tokens + path)
         accepted: list[int] = []
         tokens: list[int] = []
         at = -1
