@@ -252,10 +252,11 @@ class WeightPlan:
             self.linears.append(tuple(parts))
             return self.packed(parts, columns, split)
         found, first_group = [], 0
+        host = "meta" if self.device.type == "meta" else "cpu"  # codes are decoded there
         for i, (base, (_, rows)) in enumerate(zip(bases, parts, strict=True)):
             raw = {}
             for suffix, tensor in layout.tensors(rows, columns).items():
-                raw[suffix] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                raw[suffix] = torch.empty(tensor.shape, dtype=tensor.dtype, device=host)
                 self.num_bytes += raw[suffix].numel() * raw[suffix].element_size()
                 self._add(base + suffix, raw[suffix], tensor.stored)
             if split is not None and self.part.size > 1:

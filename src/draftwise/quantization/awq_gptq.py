@@ -133,12 +133,13 @@ class GptqFormat(CheckpointFormat):
         codes = unpacked(raw[".qweight"].t().contiguous(), self.bits).view(outputs, inputs)
         zeros = unpacked(raw[".qzeros"], self.bits).view(-1, outputs).to(torch.int16) + self.zero_offset
         scales, of_input = raw[".scales"].t(), raw[".g_idx"]
+        most = 1 << self.bits
+        if int(zeros.max()) == most:  # the highest code, plus 1: writers mean 0 or this, they do not agree
+            raise ModelLoadError(f"a GPTQ zero point of {most} is not supported")
         if not torch.equal(of_input, torch.arange(inputs, dtype=torch.int32) // group):
             return scattered(codes, scales, zeros.t(), of_input)
         if self.bits == 8:
             return eight_bits(codes, scales, zeros.t(), group)
-        if int(zeros.max()) > 15:  # 15 + 1, from a writer that means 0 ... or 16: they do not agree
-            raise ModelLoadError("a GPTQ zero point of 16 is not supported")
         return four_bits(codes, scales, zeros.to(torch.uint8).t(), group)
 
     def _group(self, inputs: int) -> int:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,9 +45,10 @@ class Fp8BlockFormat(CheckpointFormat):
 
 @dataclass(frozen=True)
 class Fp8TensorFormat(CheckpointFormat):
-    """One scale for a whole weight."""
+    """One scale for a whole weight, which is multiplied by it: ``weight_scale``, or as Transformers calls it
+    ``weight_scale_inv`` (Ministral 3, Devstral 2)."""
 
-    suffix: str  # of the scales
+    suffix: str = ".weight_scale"
     bits = None
     name = "fp8, one scale"
     optional = (".input_scale", ".activation_scale")
@@ -55,6 +56,11 @@ class Fp8TensorFormat(CheckpointFormat):
     @property
     def marker(self) -> str:
         return self.suffix
+
+    def of(self, bases: Sequence[str], names: Collection[str]) -> CheckpointFormat | None:
+        suffix = ".weight_scale_inv"
+        other = any(base + suffix in names for base in bases)
+        return CheckpointFormat.of(replace(self, suffix=suffix) if other else self, bases, names)
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
         return {

@@ -51,7 +51,7 @@ def _hf_fp8(raw: Mapping[str, Any]) -> CheckpointFormat:
     """DeepSeek's and Qwen's: blocks, each with a scale; or one scale for a tensor."""
     block = raw.get("weight_block_size")
     if block is None:
-        return Fp8TensorFormat(".weight_scale")
+        return Fp8TensorFormat()
     if (
         not isinstance(block, list | tuple)
         or len(block) != 2
@@ -73,6 +73,10 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> CheckpointFormat:
     groups = raw.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _unsupported("compressed-tensors", "a configuration without config_groups")
+    turns = ((raw.get("transform_config") or {}).get("config_groups") or {}).values()
+    places = {use.get("location") for turn in turns for use in turn.get("apply", ())}
+    if not places <= {"weight_input", "weight_output"}:  # what is in the weights already
+        raise _unsupported("compressed-tensors", "a transform_config that rotates more than weights")
     found = []
     for scheme in groups.values():
         targets = scheme.get("targets", ["Linear"])
@@ -116,7 +120,7 @@ def _fp8(
     method = "compressed-tensors"
     layout = scheme.get("format") or raw.get("format")
     if layout == "float-quantized" and strategy == "tensor":
-        return Fp8TensorFormat(".weight_scale")
+        return Fp8TensorFormat()
     block = (scheme.get("weights") or {}).get("block_structure")
     if layout == "float-quantized" and strategy == "block" and isinstance(block, list) and len(block) == 2:
         return Fp8BlockFormat(block[0], block[1], ".weight_scale")

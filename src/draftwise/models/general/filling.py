@@ -205,6 +205,10 @@ def _state(
 
     Args:
         later: layers that are given as what is read later: these may be stacked, cut and so on.
+
+    Raises:
+        ModelLoadError: weights are codes of no known form. Transformers would take them for numbers, whatever scales
+            stand beside them.
     """
     state: dict[str, Any] = {}
     places: dict[str, Tensor] = {}
@@ -226,6 +230,8 @@ def _state(
             continue
         if entry.source is not None and entry.dtype == "U8":
             continue  # the bytes of a layer whose numbers stand there, too
+        if entry.dtype.startswith(("F8", "I8")) or (entry.dtype not in _FLOATS and name.endswith(".weight")):
+            raise ModelLoadError(f"{name} is stored as {entry.dtype}, and nothing says what that stands for")
         own = _DTYPES[entry.dtype]
         lazy = _Lazy(name, entries, floats if floats is not None and entry.dtype in _FLOATS else own)
         state[name] = lazy
