@@ -53,3 +53,52 @@ def test_what_a_family_reads_it_follows() -> None:
     with pytest.raises(ModelLoadError, match="layer_types"):  # without the switch Qwen2 does not look at them
         parse("Qwen2ForCausalLM", layer_types=kinds)
     parse("Gemma2ForCausalLM", query_pre_attn_scalar=16, layer_types=kinds, final_logit_softcapping=30.0)
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "Phi3": {
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+        "original_max_position_embeddings": 32,
+    },
+    "Gemma2": {},
+    "Gemma3": {},
+    "Glm4Moe": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "GptOss": {"num_local_experts": 4},
+    "DeepseekV2": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "DeepseekV3": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+}
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_families_with_settings_of_their_own_do_not_follow_everything(family: str) -> None:
+    parse(f"{family}ForCausalLM", **MORE[family])
+    with pytest.raises(ModelLoadError, match="logits_scaling"):
+        parse(f"{family}ForCausalLM", **MORE[family], logits_scaling=8.0)
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(("newer", "same"), [
+    ({"rope_type": "default", "rope_theta": 1e6}, False), ({"rope_type": "yarn", "rope_theta": 1e6, **YARN}, True),
+    ({"rope_type": "yarn", "rope_theta": 1e6, **YARN, "factor": 2.0}, False),
+])  # fmt: skip
+def test_a_rotation_that_is_said_twice_must_be_the_same(newer: dict[str, Any], same: bool) -> None:
+    """Whoever adds ``rope_scaling`` to a file that Transformers 5 wrote means it."""
+    fields = {"rope_parameters": newer, "rope_scaling": {"type": "yarn", **YARN}}
+    if same:
+        parse("LlamaForCausalLM", **fields)
+        return
+    with pytest.raises(ModelLoadError, match=r"rope_scaling.*something else"):
+        parse("LlamaForCausalLM", **fields)
+
+
+@pytest.mark.parametrize(
+    ("family", "theta"),
+    [("Mixtral", 1e6), ("Phi3", 1e4), ("Olmoe", 1e4), ("Glm4Moe", 1e4), ("GptOss", 150_000.0)],
+)
+def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, theta: float) -> None:
+    raw = {"architectures": [f"{family}ForCausalLM"], **SIZES}
+    architecture, cls = resolve_model(raw)
+    config = cls.parse(raw, architecture)
+    assert (config.norm_eps, config.rope.theta) == (1e-5, theta)

@@ -6,10 +6,11 @@ names it, never a silent difference.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from draftwise.errors import ModelLoadError
 from draftwise.kernels.ranks import WHOLE, Part
@@ -74,6 +75,12 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str | None = None  # of the checkpoint, as its config says
     raw: RawConfig = field(default_factory=dict, repr=False, compare=False)  # config.json as it was read
+
+
+def layered(*configs: RawConfig) -> RawConfig:
+    """Fields of several configurations, an earlier one's before a later one's. Nothing is copied, so that fields that
+    nobody asks for count as not read (`unfollowed`)."""
+    return ChainMap(*cast(tuple[dict[str, Any], ...], configs))
 
 
 def require_int(raw: RawConfig, name: str, default: int | None = None) -> int:

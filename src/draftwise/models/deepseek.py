@@ -14,6 +14,7 @@ from draftwise.models.config import (
     OwnCodeLacks,
     RawConfig,
     dense_config,
+    layered,
     require_int,
 )
 from draftwise.models.dense import DenseDecoder
@@ -40,7 +41,7 @@ class DeepseekV3Model(DenseDecoder):
             "moe_intermediate_size": 2048,
             "routed_scaling_factor": 2.5,
         }
-        experts = deepseek_experts({**defaults, **raw}, experts=256)
+        experts = deepseek_experts(layered(raw, defaults), experts=256)
         interleaved = bool(raw.get("rope_interleave", True))
         return latent_config(raw, architecture, max_model_len, experts, interleaved=interleaved)
 
@@ -66,7 +67,7 @@ class DeepseekV2Model(DeepseekV3Model):
             raise OwnCodeLacks(f"topk_method {method!r} is not supported for DeepSeek-V2")
         inner = require_int(raw, "moe_intermediate_size", 1407)
         told = {"n_group": groups, "topk_group": top_groups, "moe_intermediate_size": inner}
-        common = deepseek_experts({**raw, **told, "first_k_dense_replace": dense}, experts=64)
+        common = deepseek_experts(layered({**told, "first_k_dense_replace": dense}, raw), experts=64)
         routing = Routing(
             common.routing.num_experts,
             require_int(raw, "num_experts_per_tok"),
@@ -116,7 +117,7 @@ def latent_config(
     if rope[0].kind != "default" and all_dims and rope[0].factor > 1:
         scale *= (0.1 * float(all_dims) * math.log(rope[0].factor) + 1.0) ** 2
     config = dense_config(
-        {**raw, "head_dim": sizes.latent + sizes.rotated, "num_key_value_heads": 1},
+        layered({"head_dim": sizes.latent + sizes.rotated, "num_key_value_heads": 1}, raw),
         architecture=architecture,
         max_model_len=max_model_len,
         experts=experts,

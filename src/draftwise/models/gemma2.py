@@ -14,6 +14,7 @@ from draftwise.models.config import (
     OwnCodeLacks,
     RawConfig,
     dense_config,
+    layered,
     require_int,
     softcap_of,
     windows_of_types,
@@ -47,7 +48,7 @@ class Gemma2Model(DenseDecoder):
             "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
         ]
         defaults = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
-        return gemma_config({**defaults, **raw}, architecture, max_model_len, types)
+        return gemma_config(layered(raw, defaults), architecture, max_model_len, types)
 
 
 def gemma_config(

@@ -5,7 +5,7 @@ Checkpoints carry MTP layers behind the decoder's; method ``mtp`` drafts with th
 
 from __future__ import annotations
 
-from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int
+from draftwise.models.config import ModelConfig, RawConfig, dense_config, layered, require_int
 from draftwise.models.dense import DenseDecoder
 from draftwise.models.layers import DenseNames
 from draftwise.models.mlp import ExpertNames
@@ -32,7 +32,7 @@ class Glm4MoeModel(DenseDecoder):
         dim = require_int(
             raw, "head_dim", require_int(raw, "hidden_size") // require_int(raw, "num_attention_heads")
         )
-        raw = {"partial_rotary_factor": 0.5, **raw}
+        raw = layered(raw, {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5})
         rope = parse_rope(
             raw, dim, require_int(raw, "max_position_embeddings", 131072), max_model_len, partial=True
         )

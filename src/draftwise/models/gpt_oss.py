@@ -18,7 +18,14 @@ from draftwise.kernels.base import Ops
 from draftwise.kernels.handles import Linear
 from draftwise.kernels.routing import Activation, Routing
 from draftwise.kernels.split import summed_experts
-from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int, windows_of_types
+from draftwise.models.config import (
+    ModelConfig,
+    RawConfig,
+    dense_config,
+    layered,
+    require_int,
+    windows_of_types,
+)
 from draftwise.models.dense import DenseDecoder
 from draftwise.models.layers import DenseNames
 from draftwise.models.mlp import ExpertNames, ExpertsConfig, SparseMlp, SparseWeights
@@ -155,6 +162,7 @@ class GptOssModel(DenseDecoder):
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
+        raw = layered(raw, {"rms_norm_eps": 1e-5})
         layers = require_int(raw, "num_hidden_layers")
         count, top_k = count_of_experts(raw, 128)
         activation = Activation(
@@ -166,7 +174,7 @@ class GptOssModel(DenseDecoder):
         window = require_int(raw, "sliding_window", 128)
         bias = bool(raw.get("attention_bias", True))
         if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
-            raw = {**raw, "rope_scaling": _YARN}
+            raw = layered({"rope_scaling": _YARN}, raw)
         dim, positions = require_int(raw, "head_dim", 64), require_int(raw, "max_position_embeddings", 131072)
         return dense_config(
             raw,

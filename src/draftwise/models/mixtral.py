@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from draftwise.kernels.routing import Routing
-from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int
+from draftwise.models.config import ModelConfig, RawConfig, dense_config, layered, require_int
 from draftwise.models.dense import DenseDecoder
 from draftwise.models.layers import DenseNames
 from draftwise.models.mlp import ExpertNames, ExpertsConfig
@@ -26,6 +26,7 @@ class MixtralModel(DenseDecoder):
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
+        raw = layered(raw, {"rms_norm_eps": 1e-5, "rope_theta": 1e6})
         layers = require_int(raw, "num_hidden_layers")
         count, top_k = count_of_experts(raw, 8)
         window = require_int(raw, "sliding_window") if raw.get("sliding_window") is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from draftwise.kernels.routing import Routing
-from draftwise.models.config import ModelConfig, OwnCodeLacks, RawConfig, dense_config, require_int
+from draftwise.models.config import ModelConfig, OwnCodeLacks, RawConfig, dense_config, layered, require_int
 from draftwise.models.dense import DenseDecoder
 from draftwise.models.mlp import ExpertsConfig
 from draftwise.models.sparse import count_of_experts
@@ -18,6 +18,7 @@ class OlmoeModel(DenseDecoder):
             raise OwnCodeLacks(
                 f"clip_qkv {raw['clip_qkv']!r} (limits of queries, keys and values) is not supported"
             )
+        raw = layered(raw, {"rms_norm_eps": 1e-5})
         layers = require_int(raw, "num_hidden_layers")
         count, top_k = count_of_experts(raw, 64)
         bias = bool(raw.get("attention_bias", False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftwise.models.config import ModelConfig, RawConfig, dense_config, require_int
+from draftwise.models.config import ModelConfig, RawConfig, dense_config, layered, require_int
 from draftwise.models.dense import DenseDecoder
 from draftwise.models.layers import DenseNames
 from draftwise.models.rope import parse_rope
@@ -17,6 +17,7 @@ class Phi3Model(DenseDecoder):
 
     @classmethod
     def parse(cls, raw: RawConfig, architecture: str, max_model_len: int | None = None) -> ModelConfig:
+        raw = layered(raw, {"rms_norm_eps": 1e-5})
         layers = require_int(raw, "num_hidden_layers")
         window = require_int(raw, "sliding_window") if raw.get("sliding_window") is not None else None
         dim = require_int(
@@ -27,7 +28,7 @@ class Phi3Model(DenseDecoder):
         if isinstance(params, dict):  # older names of one thing
             old = params.get("rope_type", params.get("type"))
             params = {**params, "rope_type": "longrope" if old in ("su", "yarn") else old or "default"}
-            raw = {**raw, "rope_parameters": params, "rope_scaling": None}
+            raw = layered({"rope_parameters": params, "rope_scaling": None}, raw)
         return dense_config(
             raw,
             architecture=architecture,

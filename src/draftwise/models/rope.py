@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) and their stretched variants.
 
 ``config.json`` spells them in two ways, both read here: ``rope_theta`` beside ``rope_scaling`` (older), and
-``rope_parameters`` (newer, holds everything; it wins when both are there).
+``rope_parameters`` (newer, holds everything; it is read when both are there, which must say the same).
 
 **Dynamic NTK** raises the base once a sequence is longer than the model was trained for, and Transformers re-computes
 it from the length of whatever batch it is given: the same tokens then get other numbers when they are chunked or

@@ -51,7 +51,7 @@ class Watched(Mapping[str, Any]):
 
 
 def refuse_unfollowed(config: Watched, architecture: str) -> None:
-    """Raises ModelLoadError if a field that changes the model was not read."""
+    """Raises ModelLoadError if a field that changes the model was not read, or a rotation is said in two ways."""
     for name in sorted(_NEUTRAL.keys() - config.read):
         value = config.raw.get(name)
         if not _changes_nothing(name, value):
@@ -59,6 +59,22 @@ def refuse_unfollowed(config: Watched, architecture: str) -> None:
                 f"config.json: {name!r} is {value!r}, which {architecture} does not know: the model would not be the "
                 "one that was trained"
             )
+    older, newer = config.raw.get("rope_scaling"), config.raw.get("rope_parameters")
+    if "rope_scaling" not in config.read and older and not _same_rotation(older, newer):
+        raise ModelLoadError(
+            f"config.json: 'rope_scaling' is {older!r}, and 'rope_parameters' says something else, {newer!r}: leave "
+            "one of them out"
+        )
+
+
+def _same_rotation(older: Any, newer: Any) -> bool:
+    """Whether the older spelling of a rotation says nothing but what the newer one, which is read, says of some
+    layers."""
+    parts = [newer, *newer.values()] if isinstance(newer, Mapping) else []
+    told = [{"type": part.get("rope_type"), **part} for part in parts if isinstance(part, Mapping)]
+    return isinstance(older, Mapping) and any(
+        all(part.get(name) == value for name, value in older.items()) for part in told
+    )
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
