@@ -312,7 +312,7 @@ def test_codes_meet_rounded_rows_when_asked(tmp_path: Path) -> None:
 _MEASURE = """
 import sys, torch
 from pathlib import Path
-from draftwise.models.loader import load_model
+from draftwise.models.loader import load_config, load_model
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
@@ -414,6 +414,15 @@ def test_a_sentencepiece_tokenizer_splits_by_scores(tmp_path: Path) -> None:
     assert found.decode(found.encode("hi ho", add_special_tokens=False)) == "hi ho"
 
 
+def test_ends_of_turns_are_known_by_their_text(tmp_path: Path) -> None:
+    """Files of Phi-3 name the end of a text alone; ``<|end|>`` ends a turn there."""
+    tokens = ["<unk>", "<s>", "<|endoftext|>", "<|end|>", "a", "b"]
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 2}
+    folder = Path(save_llama(tmp_path / "model", seed=1, vocab_size=len(tokens)))
+    convert(folder, tmp_path / "m.gguf", "llama", "F32", metadata)
+    assert load_config(tmp_path / "m.gguf").eos_token_ids == (2, 3)
+
+
 def test_a_file_without_tokenizer_says_so(tmp_path: Path) -> None:
     folder = Path(save_llama(tmp_path / "model", seed=1))
     convert(folder, tmp_path / "m.gguf", "llama", "F32")
@@ -487,6 +496,14 @@ def test_what_is_not_read_is_named(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.gguf").write_bytes(data[:at] + struct.pack("<I", 39) + data[at + 4 :])
     with pytest.raises(ModelLoadError, match=r"blk\.0\.attn_q\.weight: tensors of type 39 are not supported"):
         load(tmp_path / "odd.gguf")
+
+
+def test_a_file_of_a_split_model_is_named(tmp_path: Path) -> None:
+    """The first file may hold no tensors at all."""
+    metadata = {"general.architecture": "llama", "split.count": 3, "split.no": 0}
+    write_gguf(tmp_path / "m-00001-of-00003.gguf", metadata, {})
+    with pytest.raises(ModelLoadError, match="one file of a split model"):
+        load_config(tmp_path / "m-00001-of-00003.gguf")
 
 
 def test_places_that_are_no_file_are_named(

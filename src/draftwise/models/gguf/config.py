@@ -62,6 +62,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: GGUF files of architecture {file.architecture!r} are not supported (supported: "
             f"{', '.join(ARCHITECTURES)})"
         )
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise ModelLoadError(
+            f"{file.path} is one file of a split model: join them (llama-gguf-split --merge)"
+        )
     keys = _Keys(file)
     architecture, model_type = _HF[file.architecture]
     tensors = file.tensors
@@ -100,9 +104,15 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     return config
 
 
+_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
+"""Tokens that end a turn whatever else a file says: Phi-3's say nothing of theirs."""
+
+
 def _ends(keys: _Keys) -> Any:
-    """End of text, and end of a turn where it is another token."""
+    """End of text, and ends of a turn where these are other tokens; as llama.cpp, which knows some by their text."""
     found = [keys.text(f"ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens = keys.text("ggml.tokens")
+    found += [token for token, text in enumerate(tokens if isinstance(tokens, list) else ()) if text in _ENDS]
     ids = list(dict.fromkeys(token for token in found if token is not None))
     return ids[0] if len(ids) == 1 else ids or None
 
