@@ -22,7 +22,9 @@ FORMS = {
     "windows, not causal": BlockShape(vocab=VOCAB, windows=(9, 9), causal=False, scale=0.7, softcap=3.0),
     "jetspec": BlockShape(vocab=VOCAB, causal=True),
     "one layer": BlockShape(vocab=VOCAB, layers=1, windows=(None,), target_layers=(1,)),
-    "deepspec": BlockShape("deepspec", vocab=VOCAB, from_root=True, own=True, target_layers=(-1, 1)),
+    "deepspec": BlockShape(
+        "deepspec", vocab=VOCAB, from_root=True, own=True, target_layers=(-1, 1), softcap=3.0
+    ),
     "dspark": BlockShape("deepspec", vocab=VOCAB, from_root=True, own=True, markov="vanilla"),
     "dspark, gated": BlockShape("deepspec", vocab=VOCAB, from_root=True, own=True, markov="gated"),
     "dspark, rnn": BlockShape("deepspec", vocab=VOCAB, from_root=True, own=True, markov="rnn"),

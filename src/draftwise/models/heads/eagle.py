@@ -37,8 +37,6 @@ class EagleOptions:
     fc_bias: bool = False
     own_embedding: bool = False
     own_head: bool = False
-    input_norm: bool = False
-    """Whether the first layer has the norm before attention that EAGLE leaves out."""
     logit_scale: float = 1.0
 
 
@@ -76,11 +74,9 @@ class EagleHead(HeadModel):
         self._loaded_fc = plan.linear([("fc.weight", hidden)], 2 * hidden)
         self._loaded_bias = plan.tensor("fc.bias", (hidden,)) if options.fc_bias else None
         self._loaded: list[LayerWeights | None] = [
-            LayerWeights(config, HEAD_NAMES, plan, i, input_norm=i > 0 or options.input_norm)
-            for i in range(config.num_layers)
+            LayerWeights(config, HEAD_NAMES, plan, i, input_norm=i > 0) for i in range(config.num_layers)
         ]
-        if not options.input_norm:
-            plan.ignored.add("layers.0.input_layernorm.weight")
+        plan.ignored.add("layers.0.input_layernorm.weight")
         self._loaded_head = (
             plan.tensor("lm_head.weight", (link.vocab_size, hidden)) if options.own_head else None
         )
@@ -127,9 +123,7 @@ class EagleHead(HeadModel):
         embedded = ops.embedding(batch.token_ids, self._embedding)
         residual = ops.linear(ops.concat(embedded, features), self._fc)
         last = len(self._layers) - 1
-        first = self._layers[0].input_norm
-        # q, k and v read the rows before attention's output is added to them in place
-        hidden = residual if first is None else ops.rms_norm(residual, first)
+        hidden = residual  # q, k and v read it before attention's output is added to it in place
         for i, layer in enumerate(self._layers):
             product = layers.run(layer, kv.layer(i), hidden, residual)
             if i == last:

@@ -232,8 +232,7 @@ def number_of_layers(tensors: HeadTensors) -> int:
 
 
 def eagle_options(raw: RawConfig, tensors: HeadTensors) -> EagleOptions:
-    """The settings of an EAGLE head, from its tensors. The norm before attention is left out unless the settings ask
-    for it."""
+    """The settings of an EAGLE head, from its tensors."""
     return EagleOptions(
         fc_bias="fc.bias" in tensors,
         own_embedding="embed_tokens.weight" in tensors,

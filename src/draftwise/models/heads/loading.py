@@ -217,7 +217,8 @@ def declare_block(context: HeadContext) -> DeclaredHead:
         tensors = scan_head(folder).renamed(rename_block).stored()
         options = block_options(raw, tensors, link)
         check_target(raw, link)
-        config = layer_config(raw, tensors, number_of_layers(tensors))
+        settings = {**raw, "final_logit_softcapping": None}  # `block_options` has read it
+        config = layer_config(settings, tensors, number_of_layers(tensors))
         windows, causal = block_windows(raw, config.num_layers)
         config = replace(config, sliding_window=windows)
         plan = _plan(tensors, ops, context)
