@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tests.fakes.architectures import save, small
 from torch import Tensor
 
 from draftwise.config.embedded import embedded_path
@@ -201,6 +203,14 @@ def test_tied_output_layer_is_the_embedding_table(tmp_path: Path, monkeypatch: p
 def test_recomputed_buffers_are_ignored(tmp_path: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     load(write(tmp_path, tensors_of(CONFIG) | extra))
+
+
+def test_so_are_those_of_latent_attention(tmp_path: Path) -> None:
+    save(small("deepseek_v3"), tmp_path)
+    tensors = {name: x.clone() for name, x in load_file(tmp_path / "model.safetensors").items()}
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    load(tmp_path)
 
 
 def test_end_tokens_come_from_both_configs(tmp_path: Path) -> None:
@@ -444,14 +454,24 @@ def test_loading_takes_at_most_a_fifth_more_than_the_weights(tmp_path: Path, dty
     assert 0.9 * weights < peak < 1.2 * weights
 
 
+def test_a_template_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """As Mistral-Small-3.1 has it, and other models of text and images."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(str(embedded_path("target"))) / name, tmp_path)
+    raw = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    raw.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(raw))
+    assert not load_tokenizer(str(tmp_path)).chat_template
+    (tmp_path / "chat_template.json").write_text(
+        json.dumps({"chat_template": "{{ messages[0]['content'] }}"})
+    )
+    messages = [{"role": "user", "content": "hi"}]
+    assert load_tokenizer(str(tmp_path)).apply_chat_template(messages, tokenize=False) == "hi"
+
+
 def test_a_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
     """As its file may say, and as the first call would switch off, in whichever thread."""
-    import shutil
-
     from tokenizers import Tokenizer
-
-    from draftwise.config.embedded import embedded_path
-    from draftwise.models.tokenizer import load_tokenizer
 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(str(embedded_path("target"))) / name, tmp_path / name)

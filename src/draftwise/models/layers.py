@@ -218,8 +218,6 @@ class LayerWeights:
             for pattern in (names.after_attention, names.after_mlp)
         )
         self.mlp = self.declared_mlp(config, names, plan, i, sparse)
-        # buffers of old checkpoints, which are recomputed
-        plan.ignored.add(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
 
     @staticmethod
     def declared_mlp(

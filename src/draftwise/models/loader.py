@@ -364,7 +364,10 @@ def _check(
 
 
 def _adds_nothing(entries: Mapping[str, TensorEntry], name: str) -> bool:
-    """Whether a tensor is the bias of zeros that writers of GPTQ put beside layers that have none."""
+    """Whether a tensor is a buffer that is computed anew, or the bias of zeros that writers of GPTQ put beside layers
+    that have none."""
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
     base = name.removesuffix(".bias")
     if base == name or f"{base}.qweight" not in entries:
         return False

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftwise.errors import ModelLoadError
+from draftwise.models.checkpoint import read_json
 from draftwise.models.gguf.reader import is_gguf
 from draftwise.models.gguf.tokenizer import gguf_tokenizer
 from draftwise.models.paths import resolve_path
@@ -46,6 +47,10 @@ def load_tokenizer(
         raise ModelLoadError(
             f"{folder} has a slow tokenizer ({type(tokenizer).__name__}); a tokenizer.json is needed"
         )
+    # Models of text and images had their template in a file of their own before Transformers 4.53.
+    beside = folder / "chat_template.json"
+    if not tokenizer.chat_template and beside.is_file():
+        tokenizer.chat_template = read_json(beside).get("chat_template")
     # A tokenizer.json may cut and pad, as its training did. The first call would switch that off, and must not do so
     # while another thread encodes.
     tokenizer.backend_tokenizer.no_truncation()
