@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from tests.fakes.tree_model import ScriptedTreeModel, draft_row
 from world import Drafter, World, assert_caught, assert_same_distribution, simulate
 
@@ -26,8 +27,8 @@ DYNAMIC = DynamicTree(top_k=3, depth=3)
 RULES = ("rejection", "block", "coupled")
 
 
-def drafter(nodes: int = 63, **kind: Any) -> Drafter:
-    """Trees of one kind for all trials, in one call."""
+def drafter(nodes: int = 63, own_vocab: int | None = None, **kind: Any) -> Drafter:
+    """Trees of one kind for all trials, in one call. ``own_vocab``: the drafter speaks the first tokens alone."""
 
     def make(
         world: World, rule: str, states: Sequence[SamplingState], known: Sequence[IntArray]
@@ -42,8 +43,9 @@ def drafter(nodes: int = 63, **kind: Any) -> Drafter:
             )
             for i, (s, ids) in enumerate(zip(states, known, strict=True))
         ]
-        model = ScriptedTreeModel(world.draft)
-        return draft_trees(model, tasks, model.root_logits(tasks), name="test")
+        model = ScriptedTreeModel(world.draft[:, :own_vocab])
+        vocab_map = None if own_vocab is None else torch.arange(own_vocab)
+        return draft_trees(model, tasks, model.root_logits(tasks), name="test", vocab_map=vocab_map)
 
     return make
 
@@ -82,6 +84,24 @@ def test_with_all_parameters() -> None:
     for make in (drafter(tree=SHAPE), drafter(dynamic=DYNAMIC, nodes=6)):
         out = simulate(world, "rejection", TRIALS, 3, params=params, drafter=make)
         assert_same_distribution(out.cells(5), world.exact(params, 3))
+
+
+def test_siblings_that_q_has_no_float32_for() -> None:
+    """At a low temperature all of q is the first child's; the next ones are drawn from what rounded to 0."""
+    target, draft = torch.tensor([0.0, 0.0, -9.0, -9.0, 0.005]), torch.tensor([-2.0, -3.0, 0.0, -9.0, -3.0])
+    world = World(target.expand(5, 5), draft.expand(5, 5))
+    params = SamplingParams(temperature=0.01)
+    out = simulate(world, "rejection", TRIALS, 2, params=params, drafter=drafter(tree=[[0], [1], [2]]))
+    assert_same_distribution(out.cells(5), world.exact(params, 2))
+
+
+def test_a_draft_vocabulary_without_one_allowed_token() -> None:
+    world = World.random(6, seed=56)
+    params = SamplingParams(allowed_token_ids=[3, 4, 5])
+    for rule in ("rejection", "coupled"):
+        make = drafter(own_vocab=3, tree=[[0], [1], [0, 0]])
+        out = simulate(world, rule, TRIALS, 2, params=params, drafter=make)
+        assert_same_distribution(out.cells(6), world.exact(params, 2))
 
 
 def test_trees_cut_without_looking() -> None:

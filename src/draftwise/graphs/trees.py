@@ -19,6 +19,7 @@ from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
 from draftwise.graphs.plans import Children, Level, TreePlan, lay_out
 from draftwise.kernels.triton.inputs import best_tokens
 from draftwise.names import SHARED
+from draftwise.sampling.draw import raise_tail
 from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word
 from draftwise.sampling.rows import top_rows
 from draftwise.types import DraftedTree, StepInput, TreeDraws
@@ -238,17 +239,18 @@ class TreeLoop(DraftLoop):
         if self.kind != "argmax":
             scales = self._scale.float()[:, None].repeat(1, rows).flatten()
             keys = self._noise[:, draws].flatten()
+        if self._q is not None:
+            assert scales is not None
+            flat, scales = raise_tail(flat * scales[:, None]), None
+            self._q[:, draws].copy_(flat.softmax(-1).view(wide.shape))
         if self._fused:
             best = best_tokens(flat, children.most, scales=scales, keys=keys, ids=self.drafter.target_ids)
             ids = best.tokens
         else:
-            scores = flat
-            if scales is not None and keys is not None:
-                scores = flat * scales[:, None] + gumbel_of_keys(keys, self._counters)
+            scores = flat if scales is None else flat * scales[:, None]
+            if keys is not None:
+                scores = scores + gumbel_of_keys(keys, self._counters)
             ids = self._ids(top_rows(scores, children.most).indices)
-        if self._q is not None:
-            assert scales is not None
-            self._q[:, draws].copy_((flat * scales[:, None]).softmax(-1).view(wide.shape))
         places = children.places if rows > 1 else 0
         drawn = ids.view(self.shape.requests, -1, children.most)[:, places, children.ranks]  # [R, m]
         self._tokens.index_copy_(1, children.nodes, drawn)

@@ -31,6 +31,9 @@ _BELOW_ONE = 1.0 - 2.0**-52
 """Largest uniform used: total * u then stays below total after rounding, for every float64 total."""
 
 
+_LEAST_LOG_RATIO = -70.0
+"""See `raise_tail`. Shared by a million tokens it is still far above float32's least normal number, exp(-87.3)."""
+
 _BLOCK = 64
 _PICK_TOGETHER = 6
 """Rows from which on array operations over all of them take less time than a loop."""
@@ -222,6 +225,7 @@ def draft_children(
     processed = _processed(logits, rows, vocab_map)
     width = min(max(counts), processed.shape[1] if vocab_map is None else vocab_map.shape[0])
     tokens: list[list[int]] = [[] for _ in rows]
+    q: torch.Tensor | None = None
     for kind in ("argmax", "coupled", "sampled"):
         members = [i for i, k in enumerate(kinds) if k == kind]
         if not members:
@@ -231,6 +235,13 @@ def draft_children(
         if kind == "coupled":
             keys = [_shared_key(rows[i].state, positions[i]) for i in members]
         elif kind == "sampled":
+            part = raise_tail(part)
+            q_part = part.softmax(dim=-1)
+            if len(members) == len(rows):
+                q = q_part
+            else:
+                q = torch.zeros_like(processed)
+                q[members] = q_part
             keys = [
                 NoiseKey(
                     rows[i].state.seed, rows[i].state.sample_index, DRAFT, positions[i], parents[i], bases[i]
@@ -241,12 +252,18 @@ def draft_children(
         for i, ids, scores in zip(members, top.indices.tolist(), top.values.tolist(), strict=True):
             possible = [token for token, score in zip(ids, scores, strict=True) if score > float("-inf")]
             tokens[i] = _target_ids(possible[: counts[i]], vocab_map)
-    sampled = any(kind == "sampled" for kind in kinds)
-    return Children(
-        tokens,
-        ["without_replacement" if kind == "sampled" else "fixed" for kind in kinds],
-        processed.softmax(dim=-1) if sampled else None,
-    )
+    return Children(tokens, ["without_replacement" if kind == "sampled" else "fixed" for kind in kinds], q)
+
+
+def raise_tail(scores: torch.Tensor) -> torch.Tensor:
+    """``scores`` [R, V], log q up to a constant, for children drawn without replacement: less each row's largest, and
+    no possible token far below it.
+
+    Behind the first child such tokens are all that is left of q. Where float32 has no probabilities for them, a rule
+    could not tell how they were drawn: at temperature 0.01 a gap of 1.04 between two logits is enough.
+    """
+    scores = scores - scores.amax(dim=-1, keepdim=True)
+    return scores.clamp(min=_LEAST_LOG_RATIO).masked_fill_(scores == float("-inf"), float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +340,8 @@ def _processed(
     """Processed logits [R, V] float32 over the target's vocabulary.
 
     A draft never fails a request: where its logits processor raises, the row stays without it, and where
-    nothing is left to draw (a reduced vocabulary without one allowed token), every token is equally likely.
-    Both are honest distributions, and the target decides.
+    nothing is left to draw (a reduced vocabulary without one allowed token), every token of the drafter is
+    equally likely. Both are honest distributions, and the target decides.
     """
     logits = logits.float()
     if vocab_map is not None:
@@ -334,7 +351,10 @@ def _processed(
     processed = process(logits, rows, errors={})
     if any(row.mask is not None or row.state.can_exclude for row in rows):
         dead = processed.amax(dim=-1, keepdim=True) == float("-inf")
-        processed.masked_fill_(dead, 0.0)
+        if vocab_map is None:
+            processed.masked_fill_(dead, 0.0)
+        else:
+            processed[:, vocab_map] = processed[:, vocab_map].masked_fill_(dead, 0.0)
     return processed
 
 
