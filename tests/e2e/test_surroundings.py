@@ -41,6 +41,32 @@ def test_the_default_device_of_a_program_stays_its_own(
     assert torch.get_default_device().type == "meta"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_type_of_a_program_changes_nothing(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native code is given addresses of tensors, and writes float32 there."""
+    prompts = random_prompts(3, seed=3)
+    shaping = {"top_p": 0.9, "min_p": 0.01, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+    params = [
+        SamplingParams(
+            temperature=0.7 + 0.1 * i, seed=i, max_tokens=8, ignore_eos=True, speculation={"method": method}, **more
+        )
+        for i, (method, more) in enumerate((("draft_model", {}), ("mtp", {}), ("ngram", shaping)))
+    ]  # fmt: skip
+    texts: list[Any] = []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            for kernels in ("native", "torch"):
+                monkeypatch.setenv("DRAFTWISE_KERNELS", kernels)
+                with LLM(num_kv_blocks=32, speculation_control="static") as llm:
+                    texts.append(token_ids(llm.generate(prompts, params)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert texts[:2] == texts[2:]
+
+
 def test_an_asynchronous_engine_is_built_on_its_own_device(elsewhere: Callable[[], None]) -> None:
     async def generate() -> Any:
         async with AsyncLLM(num_kv_blocks=16) as llm:

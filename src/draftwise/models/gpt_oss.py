@@ -53,7 +53,9 @@ def mxfp4_codes(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [out, B, 32]
     # of a block of zeros the scale says nothing, and may be anything
     empty = ((codes & 7) == 0).all(-1)
-    powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
+    powers = torch.ldexp(
+        torch.ones(scales.shape, dtype=torch.float32, device=scales.device), scales.int() - 127
+    )
     powers = torch.where(empty, powers.amax(), powers)
     return QuantizedWeight(4, codes.flatten(1), powers, group=_BLOCK, levels=E2M1)
 

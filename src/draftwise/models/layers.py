@@ -308,8 +308,8 @@ def _packed_rope(ops: Ops, rope: RopeConfig, head_dim: int, length: int) -> Rope
     inv_freq, missing = rope.inv_freq(), (head_dim - rope.head_dim) // 2
     if missing == 0:
         return ops.pack_rope(inv_freq, rope.attention_factor, length)
-    scaling = torch.cat((torch.full_like(inv_freq, rope.attention_factor), torch.ones(missing)))
-    padded = torch.cat((inv_freq, torch.zeros(missing)))
+    scaling = torch.cat((torch.full_like(inv_freq, rope.attention_factor), inv_freq.new_ones(missing)))
+    padded = torch.cat((inv_freq, inv_freq.new_zeros(missing)))
     return ops.pack_rope(padded, scaling.to(ops.device), length)
 
 

@@ -96,9 +96,9 @@ def shape(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> torch.Tensor:
     if scaled:
         temperatures = [row.state.temperature for row in rows]
         if len(scaled) == len(rows) and len(set(temperatures)) == 1:
-            logits.div_(torch.full((1, 1), temperatures[0], device=logits.device))
+            logits.div_(logits.new_full((1, 1), temperatures[0]))
         else:
-            logits.div_(torch.tensor(temperatures, device=logits.device)[:, None])
+            logits.div_(logits.new_tensor(temperatures)[:, None])
     if min_p:
         _apply_min_p(logits, rows, min_p)
     if truncated:
@@ -136,7 +136,7 @@ def _apply_history(logits: torch.Tensor, rows: Sequence[LogitsRow], members: Seq
         if at:
             seen[[j for j, _ in at], [token for _, token in at]] = True
         factor = [rows[i].state.params.repetition_penalty for i in repetition]
-        factors = torch.tensor(factor, device=logits.device)[:, None]
+        factors = logits.new_tensor(factor)[:, None]
         part = _take(logits, repetition)
         _put(
             logits, repetition, torch.where(seen, torch.where(part > 0, part / factors, part * factors), part)
@@ -155,7 +155,7 @@ def _apply_history(logits: torch.Tensor, rows: Sequence[LogitsRow], members: Seq
                 at_tokens.append(token)
                 values.append(state.penalty_of(state.count_of(token) + path.count(token)))
         if values:
-            penalty[at_rows, at_tokens] = torch.tensor(values, device=logits.device)
+            penalty[at_rows, at_tokens] = penalty.new_tensor(values)
         _put(logits, penalised, _take(logits, penalised).sub_(penalty))
     at_rows, at_tokens = [], []
     for i in members:
@@ -206,7 +206,7 @@ def _apply_processors(
 def _apply_min_p(logits: torch.Tensor, rows: Sequence[LogitsRow], members: list[int]) -> None:
     """p < min_p * max p is, in logits, l < max l + log min_p: no softmax needed."""
     part = _take(logits, members)
-    offset = torch.tensor([math.log(rows[i].state.params.min_p) for i in members], device=logits.device)
+    offset = logits.new_tensor([math.log(rows[i].state.params.min_p) for i in members])
     floor = part.amax(dim=-1, keepdim=True) + offset[:, None]
     _put(logits, members, part.masked_fill_(part < floor, -math.inf))
 

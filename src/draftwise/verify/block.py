@@ -90,7 +90,7 @@ def _residual_masses(
         assert proposal.q is not None
         in_order = proposal.q_rows == tuple(range(n))
         q = proposal.q[1:n] if in_order else proposal.q[list(proposal.q_rows[1:])]
-        scaled = p[start + 1 : start + n] * torch.tensor(scale[1:n], device=p.device)[:, None]
+        scaled = p[start + 1 : start + n] * p.new_tensor(scale[1:n])[:, None]
         sums.append(scaled.sub_(q).clamp_(min=0.0).sum(dim=-1))
         waiting.append(z)
     if sums:

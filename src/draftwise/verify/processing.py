@@ -75,7 +75,7 @@ def _scale(logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> None:
     temperatures = [request.state.temperature for request in requests]
     if len(set(temperatures)) == 1:
         if temperatures[0] != 1.0:
-            logits.div_(torch.full((1, 1), temperatures[0], device=logits.device))
+            logits.div_(logits.new_full((1, 1), temperatures[0]))
         return
     of_rows = np.ones((logits.shape[0], 1), np.float32)
     for request, temperature in zip(requests, temperatures, strict=True):

@@ -105,9 +105,9 @@ class BookPasses:
             self._chains.q = None
             return None, None
         rows = asked.count * asked.deepest
-        own = told = torch.empty((rows, self._vocab))
+        own = told = torch.empty((rows, self._vocab), dtype=torch.float32)
         if self._target_ids is not None:  # the books speak the target's vocabulary
-            told = torch.zeros((rows, asked.record.vocab))
+            told = torch.zeros((rows, asked.record.vocab), dtype=torch.float32)
         self._chains.q, asked.record.q = own.data_ptr(), told.data_ptr()
         return own, told
 

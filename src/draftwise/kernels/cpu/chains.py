@@ -52,7 +52,7 @@ def fill_draws(out: ChainOutput, draws: ChainDraws | None, requests: int) -> Ten
     out.keys = pack_keys(draws)
     if draws.stream != "draft":
         return None
-    q = torch.empty((requests, out.steps, out.vocab))
+    q = torch.empty((requests, out.steps, out.vocab), dtype=torch.float32)
     out.q = q.data_ptr()
     return q
 

@@ -52,7 +52,7 @@ class DrawKernels:
             "an int64 id for each that can be drawn",
         )
         tokens = np.empty((requests, steps), np.int64)
-        q = torch.empty((requests, steps, vocab)) if draws.stream == "draft" else None
+        q = logits.new_empty((requests, steps, vocab)) if draws.stream == "draft" else None
         self._draw(
             self._pool.pointer,
             logits.data_ptr(),

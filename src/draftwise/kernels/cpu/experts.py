@@ -136,7 +136,7 @@ class ExpertsKernels:
         )
         scores = scores.contiguous()
         chosen = torch.empty((len(scores), routing.num_chosen), dtype=torch.int32)
-        weights = torch.empty((len(scores), routing.num_chosen))
+        weights = torch.empty((len(scores), routing.num_chosen), dtype=torch.float32)
         self._route(
             self._pool.pointer,
             experts.pointer,

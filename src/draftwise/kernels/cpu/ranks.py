@@ -76,7 +76,7 @@ class SharedRanks(Ranks):
         own = max(0, min(step, total - self.part.rank * step))
         require(x.dtype is torch.float32 and x.shape == (rows, own), "this rank's columns, float32")
         x = x.contiguous()
-        result = torch.empty((rows, total)) if out is None else out
+        result = x.new_empty((rows, total)) if out is None else out
         require(
             result.shape == (rows, total) and result.is_contiguous() and result.dtype is torch.float32,
             "dense rows of all columns",

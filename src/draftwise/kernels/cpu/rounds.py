@@ -268,7 +268,7 @@ class RoundGuesses(RoundDrafts):
         self._kept = heads, budgets, target_ids, nodes
         self._q: Tensor | None = None
         if kind == "sampled":
-            self._q = torch.empty((len(budgets) * heads.num_heads, heads.vocab_size))
+            self._q = torch.empty((len(budgets) * heads.num_heads, heads.vocab_size), dtype=torch.float32)
         self._record = GuessesRecord(
             layers=ctypes.pointer(heads.record),
             budgets=budgets.buffer_info()[0],
