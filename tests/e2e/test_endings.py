@@ -13,7 +13,7 @@ import pytest
 
 COMPUTING = """
 import asyncio, os, sys, threading, time
-from draftwise import AsyncLLM, LLM, SamplingParams
+from draftwise import AsyncLLM, LLM, LLMEngine, SamplingParams
 
 LONG = {"prompt_token_ids": [7 + i % 900 for i in range(700)]}
 FOREVER = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)
@@ -127,6 +127,17 @@ if child == 0:
     llm.close()
     sys.exit(0 if same else 1)
 assert wait_for(child) == 0
+stepped = LLMEngine(async_scheduling=True)
+stepped.add_request("r", LONG, SHORT)
+stepped.step()
+child = os.fork()
+if child == 0:
+    try:
+        while True:
+            stepped.step()
+    except Exception as error:
+        os._exit(7 if "forked" in str(error) else 1)
+assert wait_for(child) == 7
 running = AsyncLLM()
 kept = begin(running)
 for _ in range(4):

@@ -22,8 +22,10 @@ from draftwise import (
     SamplingParams,
 )
 from draftwise.engine.interrupts import WholeSteps
+from draftwise.engine.outputs import CompletionOutput
 from draftwise.kv.manager import KVManager
 from draftwise.propose.base import DraftRow, Proposer
+from draftwise.runner.local import LocalExecutor
 from draftwise.types import EMPTY_PROPOSAL, Proposal, chain
 from tests.e2e.conftest import random_prompts, token_ids
 from tests.fakes.tiny import VOCAB, TinyModels
@@ -309,6 +311,48 @@ def test_ctrl_c_in_the_last_step_of_a_stepped_engine(
         assert engine.get_num_unfinished_requests() == 0
     finally:
         signal.signal(signal.SIGINT, before)
+        engine.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()])
+def test_a_stepped_engine_whose_step_fails(tiny: TinyModels, error: BaseException) -> None:
+    """Behind the commit of its tokens, of which the scheduler does not hear: going on would leave out a token."""
+    engine = LLMEngine(tiny.target, dtype="float32", skip_tokenizer_init=True, num_kv_blocks=64)
+
+    def outputs() -> dict[str, CompletionOutput]:
+        found = {}
+        while engine.has_unfinished_requests():
+            found.update((output.request_id, output.outputs[0]) for output in engine.step())
+        return found
+
+    try:
+        engine.add_request("whole", [3, 4, 5], GREEDY)
+        wanted = outputs()["whole"].token_ids
+        executor = engine._alive().core.executor
+        assert isinstance(executor, LocalExecutor)
+        engine.add_request("cut", [3, 4, 5], GREEDY)
+        engine.step()
+
+        execute = executor._execute
+
+        def explode(*plan: Any, **named: Any) -> None:
+            execute(*plan, **named)
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(executor, "_execute", explode)
+            wanted_error = EngineDeadError if isinstance(error, RuntimeError) else KeyboardInterrupt
+            with pytest.raises(wanted_error):
+                outputs()
+        if wanted_error is EngineDeadError:
+            with pytest.raises(EngineDeadError, match="has failed"):
+                engine.has_unfinished_requests()
+            return
+        assert outputs()["cut"].finish_reason == "abort"
+        engine.add_request("again", [3, 4, 5], GREEDY)
+        assert outputs()["again"].token_ids == wanted
+        engine._alive().core.check_integrity()
+    finally:
         engine.close()
 
 

@@ -21,15 +21,16 @@ from draftwise.engine.group import RequestGroup, speculation_metrics
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.metric_list import Metric, metric_list
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
+from draftwise.engine.own_steps import OwnSteps
 from draftwise.engine.progress import RequestProgress, on_terminal
 from draftwise.engine.prompts import PromptLike, all_prompts, own_params, unlike_params
 from draftwise.engine.surroundings import own_device
 from draftwise.engine.turns import Turns
-from draftwise.errors import DraftwiseError, EngineDeadError, RequestError, shown
+from draftwise.errors import RequestError, shown
 from draftwise.sampling.params import SamplingParams
 
 
-class LLM(Absent):
+class LLM(OwnSteps, Absent):
     """A model, its drafters, and an engine that generates with them.
 
     ``model`` is a local folder, a GGUF file or a hub id; omitted, it is the embedded demo model with its MTP layer,
@@ -45,10 +46,8 @@ class LLM(Absent):
 
     def __init__(self, model: str | None = None, *, keep_trace: bool = False, **options: Any) -> None:
         """``keep_trace``: remember every verified tree in the outputs' ``trace`` (for reports; costs memory)."""
-        self._engine: Engine | None = None
         self._turns = Turns()
-        self._gone = "it was closed or has failed"  # why there is no engine, when there is none
-        lifetime.survive_forks(self)
+        super().__init__()
         with lifetime.computing():
             self._engine = build_engine(
                 check_alone(resolve_engine_config(model=model, **options)), keep_trace=keep_trace
@@ -126,15 +125,7 @@ class LLM(Absent):
                             progress.update(update.num_new, update.finished)
                     steps.check()
         except BaseException as error:
-            # Ctrl-C and the like: leave nothing behind, so that the engine stays usable.
-            for rid in open_rids:
-                engine.core.cancel(rid)
-            if isinstance(error, lifetime.ProgramEnding):
-                lifetime.rest()
-            if isinstance(error, Exception) and not isinstance(error, DraftwiseError):
-                self._engine = None
-                engine.core.close()
-                raise EngineDeadError(f"the engine failed: {type(error).__name__}: {error}") from error
+            self._broken_off(error, open_rids)
             raise
 
     def chat(
@@ -263,21 +254,9 @@ class LLM(Absent):
                 self._engine.core.close()
                 self._engine = None
 
-    def _alive(self) -> Engine:
-        if self._engine is None:
-            raise EngineDeadError(f"there is no engine: {self._gone}")
-        return self._engine
-
     def after_fork_in_child(self) -> None:
-        """Called in a forked child. An idle engine goes on; an engine with which another thread was computing is
-        unusable."""
         self._turns = Turns()  # threads that are gone may hold the old one
-        if self._engine is None:
-            return
-        self._engine.adapters.after_fork_in_child()
-        if not self._engine.core.after_fork_in_child():
-            self._engine = None
-            self._gone = "another thread was computing with it when this process was forked; build one here"
+        super().after_fork_in_child()
 
     def __enter__(self) -> Self:
         return self

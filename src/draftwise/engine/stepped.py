@@ -11,18 +11,19 @@ from draftwise import lifetime
 from draftwise.config import resolve_engine_config
 from draftwise.config.lora import LoRARequest
 from draftwise.engine.adapters import at_once
-from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
+from draftwise.engine.builder import build_engine, check_alone, tokenizer_of
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.outputs import RequestOutput
+from draftwise.engine.own_steps import OwnSteps
 from draftwise.engine.prompts import PromptLike, one_prompt, own_params
 from draftwise.engine.surroundings import own_device
-from draftwise.errors import EngineDeadError, RequestError
+from draftwise.errors import RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import RequestUpdate
 
 
-class LLMEngine:
+class LLMEngine(OwnSteps):
     """Requests are added one by one, and every call of `step` computes one step for all of them.
 
         engine = LLMEngine.from_engine_args(EngineArgs(model="path"))
@@ -35,13 +36,12 @@ class LLMEngine:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
+        super().__init__()
         self._groups: dict[str, RequestGroup] = {}
         self._names: dict[int, str] = {}  # number of a request -> id of its prompt
         self._news: list[RequestUpdate] = []  # of steps whose outputs nobody has got, because of Ctrl-C
         with lifetime.computing():
-            self._engine: Engine | None = build_engine(
-                check_alone(resolve_engine_config(model=model, **options))
-            )
+            self._engine = build_engine(check_alone(resolve_engine_config(model=model, **options)))
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, usage_context: Any = None) -> Self:
@@ -75,10 +75,19 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns an output per changed prompt, as its ``output_kind`` asks. Ctrl-C waits for the
-        end of the step, whose outputs then come with those of the next call."""
+        end of the step, whose outputs then come with those of the next call. A second Ctrl-C does not wait: all
+        requests end, and the next call says so.
+
+        Raises EngineDeadError if the engine was closed or fails.
+        """
         engine = self._alive()
-        with WholeSteps(), own_device(), lifetime.computing(), torch.inference_mode():
-            self._news += engine.core.step()
+        with WholeSteps(), own_device(), torch.inference_mode():
+            try:
+                with lifetime.computing():
+                    self._news += engine.core.step()
+            except BaseException as error:
+                self._broken_off(error, list(self._names))
+                raise
         updates, self._news = self._news, []
         changed = dict.fromkeys(self._names[u.request.rid] for u in updates if u.request.rid in self._names)
         outputs = []
@@ -103,7 +112,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._groups) or self._alive().core.has_work
+        return self._alive().core.has_work or bool(self._groups)
 
     def get_num_unfinished_requests(self) -> int:
         """The number of prompts that run or wait."""
@@ -125,8 +134,3 @@ class LLMEngine:
     def _forget(self, name: str) -> None:
         for request in self._groups.pop(name).requests:
             self._names.pop(request.rid, None)
-
-    def _alive(self) -> Engine:
-        if self._engine is None:
-            raise EngineDeadError("there is no engine: it was closed")
-        return self._engine

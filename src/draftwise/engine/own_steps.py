@@ -1,0 +1,47 @@
+"""Engines whose steps run in their caller's thread: when a step fails, and when the process forks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from draftwise import lifetime
+from draftwise.engine.builder import Engine
+from draftwise.errors import DraftwiseError, EngineDeadError
+
+
+class OwnSteps:
+    """Has an engine, or says why it has none any more."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._gone = "it was closed or has failed"
+        lifetime.survive_forks(self)
+
+    def _alive(self) -> Engine:
+        if self._engine is None:
+            raise EngineDeadError(f"there is no engine: {self._gone}")
+        return self._engine
+
+    def _broken_off(self, error: BaseException, rids: Iterable[int]) -> None:
+        """A step of these requests has no results. They end: what the executor knows of them need not be what the
+        scheduler knows. After Ctrl-C and the like the engine stays usable. After a failure it is closed, and
+        EngineDeadError is raised."""
+        engine = self._alive()
+        for rid in rids:
+            engine.core.cancel(rid)
+        if isinstance(error, lifetime.ProgramEnding):
+            lifetime.rest()
+        if isinstance(error, Exception) and not isinstance(error, DraftwiseError):
+            self._engine = None
+            engine.core.close()
+            raise EngineDeadError(f"the engine failed: {type(error).__name__}: {error}") from error
+
+    def after_fork_in_child(self) -> None:
+        """Called in a forked child. An idle engine goes on; one with a step under way is unusable, as is one whose
+        model is in other processes."""
+        if self._engine is None:
+            return
+        self._engine.adapters.after_fork_in_child()
+        if not self._engine.core.after_fork_in_child():
+            self._engine = None
+            self._gone = "the process that this one was forked from has it, with a step under way or ranks; build one here"
