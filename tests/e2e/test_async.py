@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import torch
 
 from draftwise import LLM, AsyncLLM, EngineDeadError, RequestError, SamplingParams
 from draftwise.engine.outputs import RequestOutput
+from draftwise.kv.events import CacheCleared
 from tests.e2e.conftest import random_prompts, token_ids
 from tests.fakes.tiny import TinyModels
 
@@ -236,6 +238,8 @@ def test_a_dead_engine_fails_its_readers(tiny: TinyModels) -> None:
             with pytest.raises(EngineDeadError, match="device lost"):
                 await asyncio.wait_for(collect(llm, random_prompts(1)[0], GREEDY), 10)
             assert not llm.is_alive
+            await asyncio.to_thread(llm._thread.join, 10)
+            assert llm.in_step == 0, "no step runs any more"
             with pytest.raises(EngineDeadError):
                 await collect(llm, random_prompts(1)[0], GREEDY)
 
@@ -252,6 +256,27 @@ def test_closing_ends_the_streams(tiny: TinyModels) -> None:
                 await asyncio.wait_for(task, 10)
 
     asyncio.run(main())
+
+
+def test_one_thread_tells_of_the_cache(tiny: TinyModels) -> None:
+    """Else what was cached before it was cleared could be told afterwards, and be looked for in vain."""
+    told: list[tuple[str, type]] = []
+
+    def listen(events: Sequence[object]) -> None:
+        told.extend((threading.current_thread().name, type(event)) for event in events)
+
+    async def main() -> None:
+        async with engine(tiny) as llm:
+            assert llm.observe_cache(listen)
+            prompt = random_prompts(1, low=40, high=48)[0]
+            await collect(llm, prompt, GREEDY)
+            assert llm.reset_prefix_cache()
+            await collect(llm, prompt, GREEDY)
+
+    asyncio.run(main())
+    assert {thread for thread, _ in told} == {"draftwise-engine"}
+    cleared = [kind for _, kind in told].index(CacheCleared)
+    assert 0 < cleared < len(told) - 1
 
 
 def test_drafters_forget_between_steps(tiny: TinyModels) -> None:

@@ -68,6 +68,22 @@ async def gated() -> AsyncIterator[tuple[AsyncLLM, Gate]]:
             gate.open.set()
 
 
+def test_what_no_thread_can_prepare_leaves_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        async with gated() as (llm, gate):
+            gate.open.set()
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refuse)
+                with pytest.raises(RuntimeError, match="new thread"):
+                    llm.submit(LONG, GREEDY, "name")
+            assert (await last(llm.generate(LONG, GREEDY, "name"))).finished
+
+    asyncio.run(main())
+
+
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
     seen = [output async for output in outputs]
     return seen[-1]

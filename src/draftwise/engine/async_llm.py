@@ -170,14 +170,14 @@ class AsyncLLM(Absent):
                 prompt, params, name, priority, keep_trace=keep_trace, numbers=numbers, lease=lease
             )
 
-        lane = processor.lane(prompt, params)
-        if lora_request is not None and lane in (None, Lane.TEXT):
-            lane = Lane.TEXT if self._engine.adapters.has(lora_request) else Lane.ADAPTER
-        if lane is not None:
-            stream.prepare(self._workers.submit(lane, prepare))
-            return stream
         try:
-            self.enqueue(stream, prepare())
+            lane = processor.lane(prompt, params)
+            if lora_request is not None and lane in (None, Lane.TEXT):
+                lane = Lane.TEXT if self._engine.adapters.has(lora_request) else Lane.ADAPTER
+            if lane is None:
+                self.enqueue(stream, prepare())
+            else:
+                stream.prepare(self._workers.submit(lane, prepare))
         except BaseException:
             self.forget(stream)
             raise
@@ -397,7 +397,8 @@ class AsyncLLM(Absent):
         """Forget all cached blocks; False while requests hold some."""
         with self._engine.core.lock:
             done = self._engine.core.scheduler.kv.reset_prefix_cache()
-        self._engine.core.tell_cache()
+        if done:  # listeners hear of it behind what that thread has told them
+            self._thread.between_steps(self._engine.core.tell_cache)
         return done
 
     def reset_drafters(self) -> None:

@@ -155,6 +155,7 @@ class EngineThread:
             with self.wakeup:
                 self._failure = error
         finally:
+            self._step_began = None
             with self.wakeup:
                 tasks, self._between = self._between, []
             for _, done in tasks:

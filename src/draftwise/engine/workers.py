@@ -8,7 +8,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from draftwise import lifetime
@@ -81,16 +81,16 @@ class Workers:
             if self._closed:
                 job.refuse()
                 return future
-            self._free[lane] -= 1
             threads = self._threads[lane]
-            if self._free[lane] < 0 and len(threads) < lane.num_threads:
+            if self._free[lane] <= 0 and len(threads) < lane.num_threads:
                 name = f"draftwise-{lane.value[0].replace(' ', '-')}-{len(threads)}"
                 thread = threading.Thread(
                     target=_work, args=(self._queues[lane], weakref.ref(self), lane), name=name, daemon=True
                 )
+                thread.start()  # raises where the system has no more; then nothing has changed
                 threads.append(thread)
                 self._free[lane] += 1
-                thread.start()
+            self._free[lane] -= 1
             self._queues[lane].put(job)
         return future
 
@@ -106,9 +106,8 @@ class Workers:
                 return
             self._closed = True
             for lane, queue in self._queues.items():
-                while not queue.empty():
-                    job = queue.get()
-                    if job is not None:
+                with contextlib.suppress(Empty):  # a thread may take the last job meanwhile
+                    while (job := queue.get_nowait()) is not None:
                         job.refuse()
                 for _ in self._threads[lane]:
                     queue.put(None)
