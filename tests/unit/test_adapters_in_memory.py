@@ -140,6 +140,31 @@ def test_a_second_ctrl_c_while_an_adapter_is_loaded(
         llm.check_integrity()
 
 
+def test_who_left_before_an_interrupted_step_leaves_nothing_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan would have told the executor who had ended."""
+    load, interrupts = LocalExecutor.load_adapter, [True]
+
+    def interrupted(self: LocalExecutor, *args: Any) -> None:
+        load(self, *args)
+        if interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalExecutor, "load_adapter", interrupted)
+    with LLM(world.model, **OPTIONS) as llm:
+        llm.generate(PROMPT, GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, GREEDY, lora_request=world.requests[0])
+        llm.generate(PROMPT, GREEDY)
+        assert llm._engine is not None
+        executor = llm._engine.core.executor
+        assert isinstance(executor, LocalExecutor)
+        assert list(executor._rows) == [2], "of whom the next step will tell"
+        assert llm.stats().finish_reasons == {"length": 2, "abort": 1}
+
+
 def test_an_adapter_that_cannot_be_loaded_ends_the_engine(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +178,21 @@ def test_an_adapter_that_cannot_be_loaded_ends_the_engine(
             pytest.raises(EngineDeadError, match="out of memory"),
         ):
             llm.generate(PROMPT, GREEDY, lora_request=world.requests[0])
+
+
+def test_who_lists_adapters_does_not_wait_for_a_sweep(world: World) -> None:
+    """Which waits for the end of a step, and holds the lock meanwhile."""
+
+    async def run() -> None:
+        async with AsyncLLM(world.model, **OPTIONS) as llm:
+            await llm.add_lora(world.requests[0])
+            with llm._engine.adapters._lock:
+                listing = threading.Thread(target=llm.list_loras, daemon=True)
+                listing.start()
+                listing.join(20)
+                assert not listing.is_alive()
+
+    asyncio.run(run())
 
 
 def test_who_needs_no_file_waits_for_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

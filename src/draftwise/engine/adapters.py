@@ -105,9 +105,8 @@ class Adapters:
         self._reading, self._lock = threading.Lock(), threading.Lock()
 
     def requests(self) -> list[LoRARequest]:
-        """The adapters in memory."""
-        with self._lock:
-            return [entry.request for entry in self._entries.values()]
+        """The adapters in memory. It takes no lock, which who sweeps holds for as long as a step."""
+        return [entry.request for entry in list(self._entries.values())]
 
     def stats(self) -> AdapterStats | None:
         """Whose requests run and wait; None: adapters are not enabled. Call it under the engine's lock."""

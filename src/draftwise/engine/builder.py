@@ -32,8 +32,6 @@ from draftwise.sched.scheduler import Scheduler, SchedulerConfig
 
 logger = logging.getLogger("draftwise")
 
-_FLOAT32_LIMIT = 1 << 30
-"""Models under this many bytes in float32 run in float32 on a CPU when dtype is "auto"."""
 _ROUNDS = 8
 """Rounds of a step at most, unless `EngineConfig.rounds_per_step` says so: of more, each saves little."""
 

@@ -160,7 +160,7 @@ class EngineCore:
             result = self.executor.execute(plan)
         except BaseException:  # Ctrl-C, say: the step has no results
             with self.lock:
-                self.scheduler.commit(StepResult(plan.step, ()))
+                self.scheduler.break_off(plan)
             raise
         with self.lock:
             updates = self.scheduler.commit(result)

@@ -387,6 +387,11 @@ class Scheduler:
             for i, (request, taken) in enumerate(took)
         ]
 
+    def break_off(self, plan: StepPlan) -> None:
+        """The newest step has no results, and the executor may not have heard of it: it is told once more who left."""
+        self._newest.plan, self._newest.side_by_side = EMPTY_PLAN, None
+        self._removed = [*plan.removed, *self._removed]
+
     def learn(self, result: StepResult, seconds: float | None) -> None:
         """Tell the controller what the committed step took, see `Controller.observe`."""
         shape = (self._before if result.step < self._step else self._newest).shape
