@@ -100,9 +100,9 @@ def set_rules(memory: SeatMemory, *names: str) -> None:
 
 def pass_rows(rows: int, device: torch.device) -> PassBuffers:
     backend = Rerun(device)
-    tables = Tables(SEATS, KEYS, PAGE, backend)
+    tables = Tables(SEATS, KEYS, PAGE, SPARE, backend)
     tables.tables.copy_(torch.arange(tables.tables.numel()).view_as(tables.tables) % 60)
-    return PassBuffers(Shape(SEATS, rows, KEYS), tables, PAGE, SPARE, backend)
+    return PassBuffers(Shape(SEATS, rows, KEYS), tables)
 
 
 def loop_seats(
@@ -136,6 +136,7 @@ def loop_seats(
         tokens=torch.arange(SEATS * drafts, device=device).view(SEATS, drafts),
         q=None,
         reach=torch.tensor(reach, device=device),
+        steered=longs(SEATS),
         form=form,
     )
 
@@ -198,7 +199,7 @@ def _advance(given: dict[str, Any]) -> None:
     head, noise = given["DRAFTER"] == 2, given["noise"]
     drawn = given["depths"], given["nodes"]
     seats = LoopSeats(
-        *(given[name] for name in names), noise, noise, *drawn, None, noise, None, given["reach"]
+        *(given[name] for name in names), noise, noise, *drawn, None, noise, None, given["reach"], noise
     )
     loop = LoopRows(
         number,
@@ -221,7 +222,7 @@ def _keep(given: dict[str, Any]) -> None:
     memory, drafted = _memory(given), given["drafted"]
     memory.answer, memory.own_forms = given["answer"], given["own_forms"]
     form = given["form"] if given["DYNAMIC"] else None
-    seats = LoopSeats(*[drafted] * 7, None, drafted, None, drafted, form)
+    seats = LoopSeats(*[drafted] * 7, None, drafted, None, drafted, drafted, form)
     loop = LoopRows(given["number"], seats, None, "argmax", 0, 0)  # type: ignore[arg-type]
     rows.finish(memory, drafted.shape[0], loop)
 

@@ -145,10 +145,11 @@ def test_the_plan_counts_what_loops_of_trees_keep(plan: TreePlan) -> None:
     shared = [memory.tokens, memory.q, memory.counters, memory.features]
     taken = _device_bytes(shared)
     for shape in captures.loops:
-        rows = PassBuffers(shape, Tables(3, 40, 4, backend), 4, 0, backend)
+        rows = PassBuffers(shape, Tables(3, 40, 4, 0, backend))
         for kind in plan.kinds:
-            loop = TreeLoop(shape, plan, kind, drafter, rows, memory, 0, backend)
-            own = {n: x for n, x in vars(loop).items() if n not in ("_features", "_counters", "_q", "_bias")}
+            loop = TreeLoop(plan, kind, drafter, rows, memory)
+            own = vars(loop) | loop.seats._asdict()
+            own = {n: x for n, x in own.items() if n not in ("features", "_counters", "q", "bias")}
             parts = [getattr(x, f.name) for x in (*loop._levels, *loop._children) for f in fields(x)]
             taken += _device_bytes([*own.values(), *own.get("_found", ()), *parts], loop._host)
     assert captures.loop_bytes(23, 5 * 4) == taken

@@ -81,7 +81,7 @@ def test_static_attention_is_the_reference_whatever_fills_up(
     expected = ReferenceAttention().run(q, kv.layer(0), batch.attention, **run)  # type: ignore[arg-type]
     assert kv.spare_slot is not None
     shape = Shape(4, 6 if whole else 7, 40)
-    buffers = PassBuffers(shape, Tables(4, 40, BLOCK, backend), BLOCK, kv.spare_slot, backend)
+    buffers = PassBuffers(shape, Tables(4, 40, BLOCK, kv.spare_slot, backend))
     assert buffers.fits(Need.of(batch))
     place = buffers.fill(batch)
     padded = torch.full((shape.size, 4, 8), float("nan"))
@@ -94,7 +94,7 @@ def test_static_attention_is_the_reference_whatever_fills_up(
 
 def test_buffers_by_hand() -> None:
     backend = FakeGraphs()
-    buffers = PassBuffers(Shape(2, 3, 20), Tables(2, 20, BLOCK, backend), BLOCK, 99, backend)
+    buffers = PassBuffers(Shape(2, 3, 20), Tables(2, 20, BLOCK, 99, backend))
     batch = build_step_input(
         [RowInput([7, 8], 5, table(0)), RowInput([9], 2, table(8))], BLOCK, CPU, position_offset=-1
     )

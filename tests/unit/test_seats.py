@@ -267,16 +267,16 @@ class _Chain:
     def __init__(self, backend: Rerun) -> None:
         self.drafter = Drafter(self._advance, self._wrong, VOCAB, max_position=39)
         shape = Shape(2, 4, 64)
-        self.target = PassBuffers(shape, Tables(2, 64, 4, backend), 4, SPARE, backend)
+        self.target = PassBuffers(shape, Tables(2, 64, 4, SPARE, backend))
         self.logits = torch.zeros((8, VOCAB))
         hidden = torch.zeros((8, 1))
         graph, _ = backend.capture(self._pass)
-        self.seats = PassSeats(self.target, graph, TargetOutput(hidden), self.logits, SPARE, ())
+        self.seats = PassSeats(self.target, graph, TargetOutput(hidden), self.logits, ())
         first = Shape(2, 2, 64)
         memory = LoopMemory([first], 3, self.drafter, CPU)
-        loop_rows = PassBuffers(first, Tables(2, 64, 4, backend), 4, SPARE, backend)
-        self.loop = ChainLoop(first, 3, "argmax", self.drafter, loop_rows, memory, SPARE, backend)
-        self.loop.capture(backend)
+        loop_rows = PassBuffers(first, Tables(2, 64, 4, SPARE, backend))
+        self.loop = ChainLoop("argmax", self.drafter, loop_rows, memory)
+        self.loop.capture()
         self.fed: list[tuple[list[int], list[int], list[int]]] = []
 
     def _pass(self) -> None:
@@ -298,7 +298,7 @@ class _Chain:
 def seated(model: _Chain, backend: Rerun) -> tuple[SeatedSteps, SeatedLoop]:
     width = model.target.tables.width
     steps = SeatedSteps(SeatMemory(Limits(2, 3, width, PAGE, VOCAB), CPU), backend, num_sources=1)
-    return steps, SeatedLoop(1, 1, DrafterSeats(model.loop, 40, SPARE))
+    return steps, SeatedLoop(1, 1, DrafterSeats(model.loop, 40))
 
 
 def entering(known: int, root: int, drafts: tuple[int, ...], blocks: list[int]) -> Entering:

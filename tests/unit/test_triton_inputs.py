@@ -153,10 +153,10 @@ def test_a_loop_makes_the_same_rows_and_tokens_as_with_torch(
         drafter = Drafter(
             advance, lambda hidden: hidden @ weight, weight.shape[1], 9, position_offset=-1, target_ids=ids
         )
-        rows = PassBuffers(shape, Tables(3, 24, 4, backend), 4, SPARE, backend)
+        rows = PassBuffers(shape, Tables(3, 24, 4, SPARE, backend))
         memory = LoopMemory([shape], steps, drafter, DEVICE)
-        loop = ChainLoop(shape, steps, kind, drafter, rows, memory, SPARE, backend)
-        loop.capture(backend)
+        loop = ChainLoop(kind, drafter, rows, memory)
+        loop.capture()
         tokens, q = loop.run(batch, None, steps, asked)
         assert (q is None) == (kind != "draft")
         made = [(r.positions.tolist(), r.slots.tolist(), r.attention.static) for r in seen[-steps + 1 :]]

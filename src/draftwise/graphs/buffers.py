@@ -52,9 +52,13 @@ class Need(NamedTuple):
 
 
 class Tables:
-    """Block tables of the requests in a pass, shared by all passes of a model."""
+    """Block tables of the requests in a pass, shared by all passes of a model over one storage. ``spare_slot``: of
+    that, for rows that fill up."""
 
-    def __init__(self, requests: int, keys: int, block_size: int, backend: GraphBackend) -> None:
+    def __init__(
+        self, requests: int, keys: int, block_size: int, spare_slot: int, backend: GraphBackend
+    ) -> None:
+        self.block_size, self.spare_slot, self.backend = block_size, spare_slot, backend
         self.width = -(-(keys + _BEYOND) // block_size)
         device = backend.device
         self.tables = torch.zeros((requests, self.width), dtype=torch.int32, device=device)
@@ -80,22 +84,12 @@ class PassBuffers:
     4 and 5 are written to the spare slot.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        tables: Tables,
-        block_size: int,
-        spare_slot: int,
-        backend: GraphBackend,
-        *,
-        adapted: bool = False,
-    ) -> None:
+    def __init__(self, shape: Shape, tables: Tables, *, adapted: bool = False) -> None:
         """``adapted``: its requests may have adapters."""
         self.shape = shape
         self.adapted = adapted
         self.tables = tables
-        self._spare_slot = spare_slot
-        n, requests = shape.size, shape.requests
+        backend, n, requests = tables.backend, shape.size, shape.requests
         small = (requests + 1) // 2  # int32 entries, two to a word
         sizes = [n, n, n, n, n, n, small, small, small, small]
         self._host = backend.host_buffer(sum(sizes))
@@ -118,13 +112,13 @@ class PassBuffers:
             ancestors=parts[3],
             adapters=adapters if adapted else None,
         )
-        self.batch = static_input(parts[0], parts[1], parts[2], block_size, static)
+        self.batch = static_input(parts[0], parts[1], parts[2], tables.block_size, static)
         self.clear()
 
     def clear(self) -> None:
         """Rows that fill up, and nothing else: for captures."""
         self._tokens[:] = self._positions[:] = self._place[:] = self._picks[:] = 0
-        self._slots[:] = self._spare_slot
+        self._slots[:] = self.tables.spare_slot
         self._masks[:] = 1
         self._context[:] = self._first_key[:] = self._is_tree[:] = self._adapters[:] = 0
         self._device.copy_(self._host)
@@ -140,7 +134,7 @@ class PassBuffers:
         static = self.batch.attention.static
         assert static is not None
         width = min(tables.shape[1], static.tables.shape[1])
-        own, spare_block = static.tables[:, :width], self._spare_slot // self.batch.attention.block_size
+        own, spare_block = static.tables[:, :width], self.tables.spare_slot // self.tables.block_size
         torch.clamp(tables[: self.shape.requests, :width], max=spare_block, out=own)
         static.first_key.zero_()
         if static.adapters is not None:
@@ -179,7 +173,7 @@ class PassBuffers:
         place = np.arange(total) + np.repeat(np.arange(count) * width - starts[:-1], counts)
         if total < self.shape.size:
             self._tokens[:] = self._positions[:] = 0
-            self._slots[:] = self._spare_slot
+            self._slots[:] = self.tables.spare_slot
         self._tokens[place] = batch.token_ids.numpy()
         self._positions[place] = batch.positions.numpy()
         self._slots[place] = batch.slots.numpy()
@@ -232,7 +226,6 @@ class PassSeats(NamedTuple):
     graph: Graph
     output: TargetOutput
     logits: Tensor  # [>= rows of the pass, V] float32
-    spare_slot: int
     pools: tuple[Tensor, ...]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, Shape, Tables
 from draftwise.graphs.chains import ChainLoop
 from draftwise.graphs.loop import KINDS, Drafter, LoopMemory, deeper_rows
@@ -111,28 +110,21 @@ class Loops:
         return next((loop for loop in self.trees if loop.takes(need, draws)), None)
 
 
-def capture_loops(
-    captures: Captures,
-    drafter: Drafter,
-    tables: Tables,
-    block_size: int,
-    spare_slot: int,
-    backend: GraphBackend,
-) -> Loops:
+def capture_loops(captures: Captures, drafter: Drafter, tables: Tables) -> Loops:
     """Capture the loops of all shapes. The largest is captured first: the others then fit into its memory."""
     found = Loops([], [])
     if not captures.loops:
         return found
-    memory = LoopMemory(captures.loops, captures.steps, drafter, backend.device, captures.draws)
+    tree = captures.tree
+    memory = LoopMemory(captures.loops, captures.steps, drafter, tables.backend.device, captures.draws)
     for shape in sorted(captures.loops, key=lambda s: (s.size, s.keys), reverse=True):
-        rows = PassBuffers(shape, tables, block_size, spare_slot, backend)
-        for kind in KINDS if captures.steps else ():
-            chain = ChainLoop(shape, captures.steps, kind, drafter, rows, memory, spare_slot, backend)
-            chain.capture(backend)
-            found.chains.insert(0, chain)
-        for kind in captures.tree.kinds if captures.tree is not None else ():
-            assert captures.tree is not None
-            tree = TreeLoop(shape, captures.tree, kind, drafter, rows, memory, spare_slot, backend)
-            tree.capture(backend)
-            found.trees.insert(0, tree)
+        rows = PassBuffers(shape, tables)
+        if captures.steps:
+            for kind in KINDS:
+                found.chains.insert(0, ChainLoop(kind, drafter, rows, memory))
+                found.chains[0].capture()
+        if tree is not None:
+            for kind in tree.kinds:
+                found.trees.insert(0, TreeLoop(tree, kind, drafter, rows, memory))
+                found.trees[0].capture()
     return found

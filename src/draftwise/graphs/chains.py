@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwise.graphs.backend import GraphBackend
-from draftwise.graphs.buffers import Need, PassBuffers, Shape, static_input
+from draftwise.graphs.buffers import Need, PassBuffers, static_input
 from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
 from draftwise.kernels.triton.inputs import DraftSlots, NextRows, best_tokens, next_rows, sample_tokens
 from draftwise.names import DRAFT, SHARED
@@ -29,30 +28,14 @@ _BELOW_ONE = 1.0 - 2.0**-52
 class ChainLoop(DraftLoop):
     """Chains of up to ``steps`` drafts below every request of a pass."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        steps: int,
-        kind: LoopKind,
-        drafter: Drafter,
-        rows: PassBuffers,
-        memory: LoopMemory,
-        spare_slot: int,
-        backend: GraphBackend,
-    ) -> None:
+    def __init__(self, kind: LoopKind, drafter: Drafter, rows: PassBuffers, memory: LoopMemory) -> None:
         """See `DraftLoop`."""
-        super().__init__(shape, kind, steps, drafter, rows, memory, spare_slot, backend)
-        self._steps = steps
+        tokens = memory.tokens[: rows.shape.requests]
+        reach = torch.arange(tokens.shape[1] + 1, device=tokens.device)
+        super().__init__(kind, drafter, rows, memory, tokens, reach, reach[:-1], reach[:-1])
         if drafter.mask_token is not None and drafter.block is None:
-            self.masks = steps - 1
-        self._alone = torch.ones(shape.requests, dtype=torch.int64, device=backend.device)
-        self._reach = torch.arange(steps + 1, device=backend.device)
-        self._depths = self._nodes = self._reach[:-1]
-        self._tokens = memory.tokens[: shape.requests]
-
-    @property
-    def steps(self) -> int:
-        return self._steps
+            self.masks = self.steps - 1
+        self._alone = torch.ones(rows.shape.requests, dtype=torch.int64, device=tokens.device)
 
     def takes(self, need: Need, steps: int, draws: ChainDraws | None) -> bool:
         """Whether it can draft for requests with this need."""
@@ -69,8 +52,8 @@ class ChainLoop(DraftLoop):
         if draws is not None:
             self._take_noise(draws, steps)
         self._draft()
-        drafted = self._tokens[:count, :steps].cpu().numpy()
-        return drafted, None if self._q is None else self._q[:count, :steps].clone()
+        drafted = self.seats.tokens[:count, :steps].cpu().numpy()
+        return drafted, None if self.seats.q is None else self.seats.q[:count, :steps].clone()
 
     def replay_of(self, batch: StepInput, features: Tensor | None, steps: int) -> Callable[[], None]:
         """The graph that `run` replays, after it was run once for these requests."""
@@ -99,12 +82,12 @@ class ChainLoop(DraftLoop):
             return
         advance, deeper = self.drafter.advance, self.drafter.deeper
         assert advance is not None
-        hidden, given = advance(self.rows.batch, self._features)
-        hidden = hidden.index_select(0, self._last)
-        features = None if given is None else given.index_select(0, self._last)
+        hidden, given = advance(self.rows.batch, self.seats.features)
+        hidden = hidden.index_select(0, self.seats.last)
+        features = None if given is None else given.index_select(0, self.seats.last)
         for step in range(self.steps):
             tokens = self._draw(self.drafter.logits(hidden), step)
-            self._tokens[:, step].copy_(tokens)
+            self.seats.tokens[:, step].copy_(tokens)
             if step < len(deeper):
                 assert given is not None
                 hidden, features, given = self._deepen(step + 1, given)
@@ -125,19 +108,19 @@ class ChainLoop(DraftLoop):
         """
         first, (requests, width) = self.rows.batch, (self.shape.requests, self.shape.rows)
         static = first.attention.static
-        assert static is not None and self._carried is not None
-        features = self._deeper[depth - 1]
-        features[:, 0].copy_(self._carried[:, depth - 1])
+        assert static is not None and self.seats.carried is not None
+        features = self.seats.deeper[depth - 1]
+        features[:, 0].copy_(self.seats.carried[:, depth - 1])
         features[:, 1:].copy_(given.view(requests, width + depth - 1, -1))
         place = torch.arange(width + depth, device=given.device)
         request = torch.arange(requests, device=given.device)
-        known = (self._last - request * width + 1)[:, None]  # rows of known tokens
+        known = (self.seats.last - request * width + 1)[:, None]  # rows of known tokens
         draft = place - known
         is_known = draft < 0
-        drafted = self._tokens.gather(1, draft.clamp(0, self.steps - 1))
+        drafted = self.seats.tokens.gather(1, draft.clamp(0, self.steps - 1))
         tokens, slots = (pad(x.view(requests, width), (0, depth)) for x in (first.token_ids, first.slots))
-        drafting = (draft < depth) & (draft + 1 < self._length[:, None])
-        stored = torch.where(is_known, (slots != self._spare_slot) & (place < width), drafting)
+        drafting = (draft < depth) & (draft + 1 < self.seats.length[:, None])
+        stored = torch.where(is_known, (slots != self.rows.tables.spare_slot) & (place < width), drafting)
         keys = static.context[:, None].long() + place
         positions = (keys + self.drafter.position_offset).clamp(0, self.drafter.max_position)
         batch = self._rows_at(
@@ -163,41 +146,41 @@ class ChainLoop(DraftLoop):
     def _draw_all(self) -> None:
         every, hidden = self._in_one_pass()
         block = self.drafter.block
-        tokens = self.rows.batch.token_ids.index_select(0, self._last)
+        tokens = self.rows.batch.token_ids.index_select(0, self.seats.last)
         state: Tensor | None = None
         for step, logits in enumerate(every):
             if block is not None and block.correct is not None:
                 assert hidden is not None
                 logits, state = block.correct(logits, tokens, hidden[step], state, step)
             tokens = self._draw(logits, step)
-            self._tokens[:, step].copy_(tokens)
+            self.seats.tokens[:, step].copy_(tokens)
 
     def _draw(self, logits: Tensor, step: int) -> Tensor:
         """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
         ids = self.drafter.target_ids
         logits = self._biased(logits)
-        if self._fused and self._q is not None:
-            uniforms = self._noise.view(torch.float64)[:, step]
-            q = self._q[:, step]
-            return sample_tokens(logits, q, uniforms, scales=self._scale.float(), ids=ids)
+        if self._fused and self.seats.q is not None:
+            uniforms = self.seats.noise.view(torch.float64)[:, step]
+            q = self.seats.q[:, step]
+            return sample_tokens(logits, q, uniforms, scales=self.seats.scale.float(), ids=ids)
         if self._fused:
             noisy = self.kind == "shared"
-            scales = self._scale.float() if noisy else None
+            scales = self.seats.scale.float() if noisy else None
             return best_tokens(
-                logits, scales=scales, keys=self._noise[:, step] if noisy else None, ids=ids
+                logits, scales=scales, keys=self.seats.noise[:, step] if noisy else None, ids=ids
             ).tokens[:, 0]
         if self.kind != "argmax":
-            logits = logits * self._scale[:, None].float()
+            logits = logits * self.seats.scale[:, None].float()
         if self.kind == "shared":
-            logits = logits + gumbel_of_keys(self._noise[:, step], self._counters)
-        if self._q is None:
+            logits = logits + gumbel_of_keys(self.seats.noise[:, step], self._counters)
+        if self.seats.q is None:
             drawn = logits.argmax(-1)
         else:
             q = logits.softmax(-1)
-            self._q[:, step].copy_(q)
+            self.seats.q[:, step].copy_(q)
             sums = q.cumsum(-1, dtype=torch.float64)
             # the first sum above u * total: a token of weight 0 is never drawn, u being below 1
-            uniforms = self._noise.view(torch.float64)[:, step : step + 1]
+            uniforms = self.seats.noise.view(torch.float64)[:, step : step + 1]
             targets = uniforms.clamp(max=_BELOW_ONE) * sums[:, -1:]
             drawn = torch.searchsorted(sums, targets, right=True).squeeze(1)
             drawn = drawn.clamp(max=q.shape[1] - 1)
@@ -210,10 +193,10 @@ class ChainLoop(DraftLoop):
         assert static is not None
         size = first.block_size
         where = DraftSlots(
-            static.tables, size, self._spare_slot, drafter.max_position, drafter.position_offset
+            static.tables, size, self.rows.tables.spare_slot, drafter.max_position, drafter.position_offset
         )
         made = next_rows if self._fused else next_rows_in_torch
-        positions, slots, context = made(self._start, self._length, step, where)
+        positions, slots, context = made(self.seats.start, self.seats.length, step, where)
         alone = replace(
             static,
             rows=1,

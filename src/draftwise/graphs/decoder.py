@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwise.graphs.backend import Fence, Graph, GraphBackend
+from draftwise.graphs.backend import Fence, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, PassSeats, Tables, at_rows
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.loop import Drafter
@@ -25,12 +25,6 @@ from draftwise.models.wrapped import WrappedDecoder
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 logger = logging.getLogger("draftwise")
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    rows: PassBuffers
-    graph: Graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +59,12 @@ class GraphedDecoder(WrappedDecoder):
         super().__init__(inner)
         self.captures = captures
         self._block_size = block_size
-        self._backend = backend
-        self._passes: list[_Pass] = []
+        self.backend = backend
+        """The backend that captured the passes."""
+        self._passes: list[PassSeats] = []
         self._pieces = PiecewisePasses()
-        self._loops = Loops([], [])
+        self.loops = Loops([], [])
+        """What was captured of it as a drafter."""
         self._results: _Results
         self._kv: KVStorage | None = None
         self._layers: tuple[int, ...] = ()
@@ -87,14 +83,14 @@ class GraphedDecoder(WrappedDecoder):
         assert kv.spare_slot is not None, "storage of a model that pads has a spare slot"
         self._kv, self._layers = kv, tuple(capture)
         self._passes.clear()
-        self._pieces, self._loops = PiecewisePasses(), Loops([], [])
+        self._pieces, self.loops = PiecewisePasses(), Loops([], [])
         if not self.captures.count:
             return
-        backend, size, captures = self._backend, self._block_size, self.captures
-        tables = Tables(captures.max_requests, captures.max_keys, size, backend)
+        backend, size, captures = self.backend, self._block_size, self.captures
+        tables = Tables(captures.max_requests, captures.max_keys, size, kv.spare_slot, backend)
         whole = max((shape.size for shape in captures.passes), default=0)
         hidden = (max(whole, *captures.pieces, 0), self.config.hidden_size)
-        self._results = _Results(
+        results = self._results = _Results(
             torch.zeros(hidden, dtype=self.dtype, device=backend.device),
             {i: torch.zeros(hidden, dtype=self.dtype, device=backend.device) for i in self._layers},
             torch.zeros((whole, self.config.vocab_size), dtype=torch.float32, device=backend.device),
@@ -104,23 +100,24 @@ class GraphedDecoder(WrappedDecoder):
         for shape in sorted(captures.passes, key=lambda s: (s.size, s.keys), reverse=True):
             # with adapters apart: others need not run the kernels that add nothing to them
             for adapted in (False, True) if self._adapted is not None else (False,):
-                rows = PassBuffers(shape, tables, size, kv.spare_slot, backend, adapted=adapted)
+                rows = PassBuffers(shape, tables, adapted=adapted)
                 graph, _ = backend.capture(partial(self._whole_pass, rows.batch))
-                self._passes.append(_Pass(rows, graph))
+                output = TargetOutput(results.hidden, results.captured)
+                self._passes.append(PassSeats(rows, graph, output, results.logits, kv.pools))
         self._passes.reverse()
         if not self._pieces.count:
             self._capture_pieces(kv.spare_slot)
-        self._loops = capture_loops(captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
+        self.loops = capture_loops(captures, self._drafter(kv), tables)
         logger.info("captured %s", captures)
 
     def _capture_pieces(self, spare_slot: int) -> None:
         if not self.captures.pieces:
             return
-        memory = PieceMemory(max(self.captures.pieces), self._backend)
+        memory = PieceMemory(max(self.captures.pieces), self.backend)
         passes: list[PiecewisePass] = []
         for count in sorted(self.captures.pieces, reverse=True):
             passes.append(PiecewisePass(count, memory, self._block_size, spare_slot))
-            passes[-1].capture(self._rows_alone, self._backend)
+            passes[-1].capture(self._rows_alone, self.backend)
         self._pieces = PiecewisePasses(passes)
 
     def forward_logits(
@@ -134,7 +131,7 @@ class GraphedDecoder(WrappedDecoder):
         picked = None if rows is None else np.asarray(rows, np.int64)
         self._wait()
         place = found.rows.fill(batch, picked, self._places_of(batch) if found.rows.adapted else None)
-        self._filled = self._backend.fence()
+        self._filled = self.backend.fence()
         found.graph.replay()
         self.num_replays += 1
         total = len(place)
@@ -154,7 +151,7 @@ class GraphedDecoder(WrappedDecoder):
     ) -> tuple[TargetOutput, Tensor]:
         self._wait()
         picks = found.fill(batch, None if rows is None else np.asarray(rows, np.int64))
-        self._filled = self._backend.fence()
+        self._filled = self.backend.fence()
         found.replay(batch)
         self.num_piecewise += 1
         total, results = batch.token_ids.shape[0], self._results
@@ -173,21 +170,11 @@ class GraphedDecoder(WrappedDecoder):
         """The whole pass captured for a batch, its rows filled in: for those who measure it alone. None: there is
         none."""
         found = self._pass_for(batch, kv, self._layers)
-        if not isinstance(found, _Pass):
+        if not isinstance(found, PassSeats):
             return None
         self._wait()
         found.rows.fill(batch, None, self._places_of(batch) if found.rows.adapted else None)
         return found.graph.replay
-
-    @property
-    def loops(self) -> Loops:
-        """What was captured of it as a drafter."""
-        return self._loops
-
-    @property
-    def backend(self) -> GraphBackend:
-        """The backend that captured the passes."""
-        return self._backend
 
     def place_of(self, adapter: int) -> int | None:
         """Where captured passes find an adapter; None: it cannot be added in them."""
@@ -196,18 +183,11 @@ class GraphedDecoder(WrappedDecoder):
     def pass_seats(self, rows: int, *, adapted: bool = False) -> list[PassSeats]:
         """The whole passes for requests of exactly ``rows`` rows, the smallest first. ``adapted``: those for requests
         with adapters."""
-        assert self._kv is not None and self._kv.spare_slot is not None
-        results = self._results
-        output = TargetOutput(results.hidden, results.captured)
-        return [
-            PassSeats(found.rows, found.graph, output, results.logits, self._kv.spare_slot, self._kv.pools)
-            for found in self._passes
-            if found.rows.shape.rows == rows and found.rows.adapted == adapted
-        ]
+        return [p for p in self._passes if p.rows.shape.rows == rows and p.rows.adapted == adapted]
 
     def loop_of(self, batch: StepInput, kv: KVStorage, steps: int) -> Callable[[], None] | None:
         """The captured greedy loop for a batch, after it was run once."""
-        loop = self._loops.chain_for(batch, steps, None)
+        loop = self.loops.chain_for(batch, steps, None)
         return None if loop is None or kv is not self._kv else loop.replay_of(batch, None, steps)
 
     def forward(self, batch: StepInput, kv: KVStorage, capture: Sequence[int] = ()) -> TargetOutput:
@@ -221,7 +201,7 @@ class GraphedDecoder(WrappedDecoder):
         steps: int,
         draws: ChainDraws | None = None,
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
-        loop = self._loops.chain_for(batch, steps, draws)
+        loop = self.loops.chain_for(batch, steps, draws)
         if loop is None or kv is not self._kv:
             return None
         self._wait()
@@ -231,7 +211,7 @@ class GraphedDecoder(WrappedDecoder):
     def draft_trees(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None, draws: Sequence[TreeDraws]
     ) -> Sequence[DraftedTree] | None:
-        loop = self._loops.tree_for(batch, draws)
+        loop = self.loops.tree_for(batch, draws)
         if loop is None or kv is not self._kv:
             return None
         self._wait()
@@ -240,7 +220,7 @@ class GraphedDecoder(WrappedDecoder):
 
     def _pass_for(
         self, batch: StepInput, kv: KVStorage, capture: Sequence[int]
-    ) -> _Pass | PiecewisePass | None:
+    ) -> PassSeats | PiecewisePass | None:
         if kv is not self._kv or not set(capture) <= set(self._layers):
             return None
         if batch.token_ids.device.type != "cpu":

@@ -34,7 +34,8 @@ class GraphedHead(WrappedHead):
         self._block_size = block_size
         self._backend = backend
         self._kv: KVStorage | None = None
-        self._loops = Loops([], [])
+        self.loops = Loops([], [])
+        """What was captured."""
         self.num_replays = 0
 
     @property
@@ -44,18 +45,10 @@ class GraphedHead(WrappedHead):
     @torch.inference_mode()
     def prepare(self, kv: KVStorage) -> None:
         assert kv.spare_slot is not None, "storage of a head that pads has a spare slot"
-        self._kv = kv
-        self._loops = Loops([], [])
-        captures, backend, size = self.captures, self._backend, self._block_size
-        if not captures.loops:
-            return
-        tables = Tables(captures.max_requests, captures.max_keys, size, backend)
-        self._loops = capture_loops(captures, self._drafter(kv), tables, size, kv.spare_slot, backend)
-
-    @property
-    def loops(self) -> Loops:
-        """What was captured."""
-        return self._loops
+        self._kv, captures, size = kv, self.captures, self._block_size
+        self.loops = Loops([], [])  # those of another storage go first
+        tables = Tables(captures.max_requests, captures.max_keys, size, kv.spare_slot, self._backend)
+        self.loops = capture_loops(captures, self._drafter(kv), tables)
 
     def draft_chains(
         self,
@@ -66,7 +59,7 @@ class GraphedHead(WrappedHead):
         steps: int,
         draws: ChainDraws | None = None,
     ) -> tuple[npt.NDArray[np.int64], Tensor | None] | None:
-        loop = self._loops.chain_for(batch, steps, draws)
+        loop = self.loops.chain_for(batch, steps, draws)
         if loop is None or kv is not self._kv or not self.inner.recordable():
             return None
         self.num_replays += 1
@@ -80,7 +73,7 @@ class GraphedHead(WrappedHead):
         rows: Sequence[int] | None,
         draws: Sequence[TreeDraws],
     ) -> Sequence[DraftedTree] | None:
-        loop = self._loops.tree_for(batch, draws)
+        loop = self.loops.tree_for(batch, draws)
         if loop is None or kv is not self._kv or not self.inner.recordable():
             return None
         self.num_replays += 1
@@ -90,7 +83,7 @@ class GraphedHead(WrappedHead):
         self, batch: StepInput, features: Tensor, kv: KVStorage, steps: int
     ) -> Callable[[], None] | None:
         """The captured greedy loop for a batch, after it was run once: for those who measure it alone."""
-        loop = self._loops.chain_for(batch, steps, None)
+        loop = self.loops.chain_for(batch, steps, None)
         return None if loop is None or kv is not self._kv else loop.replay_of(batch, features, steps)
 
     def _drafter(self, kv: KVStorage) -> Drafter:

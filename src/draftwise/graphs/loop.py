@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwise.graphs.backend import Graph, GraphBackend
+from draftwise.graphs.backend import Graph
 from draftwise.graphs.buffers import PassBuffers, Shape, static_input
 from draftwise.kernels.select import on_triton
 from draftwise.kernels.triton.inputs import add_biases
@@ -46,13 +46,14 @@ class LoopSeats(NamedTuple):
     tokens: Tensor  # [R, steps] int64
     q: Tensor | None  # [R, draws, Vd] float32; None: nothing is drawn from it
     reach: Tensor  # [levels + 1] int64, leading drafts or candidates that are on no more than so many levels
+    steered: (
+        Tensor  # [R] int64: the address of what is added to a request's logits, [V] float32; 0: nothing is
+    )
     form: Tensor | None = None
     """[R, 3, steps + 1] int64, left behind of dynamic trees: see `seats.memory.form_of`."""
     carried: Tensor | None = None  # [R, depths - 1, F] of heads with several layers
     deeper: tuple[Tensor, ...] = ()
     """Of each deeper layer the features that it has read: [R, rows + depth, F]."""
-    steered: Tensor | None = None
-    """[R] int64: the address of what is added to a request's logits, [V] float32; 0: nothing is."""
     bias: Tensor | None = None
     """[R, Vd] float32, where kernels do not run: what is added where ``steered`` is not 0."""
 
@@ -149,31 +150,27 @@ class DraftLoop(ABC):
     spare slot, as that of rows past the model's length does. Of a dynamic tree all is stored, in scratch blocks.
     """
 
-    _tokens: Tensor  # [R, steps] int64
-    _depths: Tensor  # these three: see `LoopSeats`
-    _nodes: Tensor
-    _reach: Tensor
-    _form: Tensor | None = None
     masks: int = 0
     """Rows of masks that its first pass has behind a request's last token: all drafts come from this pass."""
 
     def __init__(
         self,
-        shape: Shape,
         kind: LoopKind,
-        draws: int,
         drafter: Drafter,
         rows: PassBuffers,
         memory: LoopMemory,
-        spare_slot: int,
-        backend: GraphBackend,
+        tokens: Tensor,
+        reach: Tensor,
+        depths: Tensor,
+        nodes: Tensor,
+        form: Tensor | None = None,
     ) -> None:
-        """``draws``: numbers of a request that make its noise. ``rows``: of the first pass, which catches up on tokens
-        that the drafter has not seen."""
+        """``rows``: of the first pass, which catches up on tokens that the drafter has not seen. ``tokens`` and what
+        follows: see `LoopSeats`."""
+        shape, backend = rows.shape, rows.tables.backend
         self.shape, self.kind = shape, kind
         self.drafter, self.rows = drafter, rows
-        self._spare_slot = spare_slot
-        requests, device = shape.requests, backend.device
+        requests, device, draws = shape.requests, backend.device, len(nodes)
         sizes = [requests, requests, requests, requests, requests * draws, requests]
         self._host = backend.host_buffer(sum(sizes))
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -182,25 +179,32 @@ class DraftLoop(ABC):
         self._last_np, self._start_np, self._length_np = host[:3]
         self._scale_np = host[3].view(np.float64)
         self._noise_np = host[4].reshape(requests, draws)
-        self._last, self._start, self._length = parts[:3]  # [R] int64
-        self._scale = parts[3].view(torch.float64)  # [R]
-        self._noise = parts[4].view(requests, draws)  # int64 keys, or the bits of float64 uniforms
-        self._steered = parts[5]  # the host's are 0: it steers nobody
-        self._bias = None if memory.bias is None else memory.bias[:requests]
-        self._features: Tensor | None = None  # [R * N, F] of the first pass's rows
-        if memory.features is not None:
-            self._features = memory.features[: shape.size]
-        self._q = memory.q[:requests, :draws] if kind == "draft" else None  # [R, draws, Vd]
-        self._carried: Tensor | None = None
-        self._deeper: tuple[Tensor, ...] = ()
+        deeper: tuple[Tensor, ...] = ()
+        carried: Tensor | None = None
         if memory.deeper:
-            carried, *given = memory.deeper
-            depths = len(given)
-            self._carried = carried[: requests * depths].view(requests, depths, -1)
-            self._deeper = tuple(
+            first, *given = memory.deeper
+            carried = first[: requests * len(given)].view(requests, len(given), -1)
+            deeper = tuple(
                 x[: shape.size + d * requests].view(requests, shape.rows + d, -1)
                 for d, x in enumerate(given, 1)
             )
+        self.seats = LoopSeats(
+            *parts[:3],
+            scale=parts[3].view(torch.float64),
+            noise=parts[4].view(requests, draws),
+            depths=depths,
+            nodes=nodes,
+            features=None if memory.features is None else memory.features[: shape.size],
+            tokens=tokens,
+            q=memory.q[:requests, :draws] if kind == "draft" else None,
+            reach=reach,
+            steered=parts[5],  # the host's are 0: it steers nobody
+            form=form,
+            carried=carried,
+            deeper=deeper,
+            bias=None if memory.bias is None else memory.bias[:requests],
+        )
+        """For callers that fill in a replay's rows (``rows``) and their data on the device."""
         self._counters = memory.counters
         self._fused = on_triton(device)
         self._zeros = torch.zeros(requests, dtype=torch.int32, device=device)
@@ -208,14 +212,14 @@ class DraftLoop(ABC):
         self._graph: Graph | None = None
 
     @property
-    @abstractmethod
     def steps(self) -> int:
         """Drafts of a request."""
+        return self.seats.tokens.shape[1]
 
     @property
     def levels(self) -> int:
         """Most drafts of one path."""
-        return len(self._reach) - 1
+        return len(self.seats.reach) - 1
 
     @property
     def at_once(self) -> bool:
@@ -227,34 +231,12 @@ class DraftLoop(ABC):
     def _run(self) -> None:
         """What is captured."""
 
-    def capture(self, backend: GraphBackend) -> None:
+    def capture(self) -> None:
         """Capture it, with rows that only fill up."""
         self.rows.clear()
         self._host.zero_()
         self._device.copy_(self._host)
-        self._graph, _ = backend.capture(self._run)
-
-    @property
-    def seats(self) -> LoopSeats:
-        """For callers that fill in a replay's rows (``rows``) and their data on the device."""
-        return LoopSeats(
-            self._last,
-            self._start,
-            self._length,
-            self._scale,
-            self._noise,
-            self._depths,
-            self._nodes,
-            self._features,
-            self._tokens,
-            self._q,
-            self._reach,
-            self._form,
-            self._carried,
-            self._deeper,
-            self._steered,
-            self._bias,
-        )
+        self._graph, _ = self.rows.tables.backend.capture(self._run)
 
     def replay(self) -> None:
         """Draft for what the device has filled in."""
@@ -267,12 +249,12 @@ class DraftLoop(ABC):
         counts = np.diff(starts)
         count, total = len(counts), int(starts[-1])
         self.rows.fill(batch)
-        if self._features is not None:
+        if self.seats.features is not None:
             assert features is not None
             if total == self.shape.size or count == 1:
-                self._features[:total].copy_(features)
+                self.seats.features[:total].copy_(features)
             else:
-                self._features.index_copy_(0, self.rows.place[:total], features)
+                self.seats.features.index_copy_(0, self.rows.place[:total], features)
         self._last_np[:] = np.arange(self.shape.requests) * self.shape.rows
         self._last_np[:count] += counts - 1
         self._start_np[:] = self._length_np[:] = 0
@@ -289,16 +271,16 @@ class DraftLoop(ABC):
 
     def _biased(self, logits: Tensor) -> Tensor:
         """``logits`` [R * n, Vd] float32, which are consumed, with what steers each request added."""
-        if self._bias is None:
-            return add_biases(logits, self._steered, self.drafter.target_ids)
+        if self.seats.bias is None:
+            return add_biases(logits, self.seats.steered, self.drafter.target_ids)
         wide = logits.view(self.shape.requests, -1, logits.shape[1])
-        steered = (self._steered != 0)[:, None, None]
-        return torch.where(steered, wide + self._bias[:, None], wide).flatten(0, 1)
+        steered = (self.seats.steered != 0)[:, None, None]
+        return torch.where(steered, wide + self.seats.bias[:, None], wide).flatten(0, 1)
 
     def _in_one_pass(self) -> tuple[Tensor, Tensor | None]:
         """Logits [levels, R, Vd] behind the drafts of all levels, and the hidden states [levels, R, H] that they are
         of; None: nobody needs these."""
-        drafter, features = self.drafter, self._features
+        drafter, features = self.drafter, self.seats.features
         if drafter.advance is None:
             assert features is not None
             return drafter.logits(features), None
@@ -314,28 +296,28 @@ class DraftLoop(ABC):
         Example: 3 drafts, 6 rows each, of which two requests have filled 1 and 3: ``last`` is 0 and 8, and drafts are
         drawn from rows 0, 1, 2 and 8, 9, 10.
         """
-        drafter, features = self.drafter, self._features
+        drafter, features = self.drafter, self.seats.features
         batch, (requests, width) = self.rows.batch, (self.shape.requests, self.shape.rows)
-        row = torch.arange(requests * width, device=self._last.device)
-        masked = row > self._last[:, None].expand(-1, width).flatten()
+        row = torch.arange(requests * width, device=self.seats.last.device)
+        masked = row > self.seats.last[:, None].expand(-1, width).flatten()
         assert drafter.advance is not None and drafter.mask_token is not None
         batch = replace(batch, token_ids=batch.token_ids.masked_fill(masked, drafter.mask_token))
         if features is not None:
             assert drafter.mask_feature is not None
             features = torch.where(masked[:, None], drafter.mask_feature, features)
         hidden, _ = drafter.advance(batch, features)
-        return hidden.index_select(0, (row[: self.levels, None] + self._last).flatten())
+        return hidden.index_select(0, (row[: self.levels, None] + self.seats.last).flatten())
 
     def _block_rows(self, block: BlockPass) -> Tensor:
         """Hidden states [levels * R, H] of blocks, behind a pass that stores what the target has read."""
         drafter, requests = self.drafter, self.shape.requests
         assert drafter.advance is not None and drafter.mask_token is not None
-        drafter.advance(self.rows.batch, self._features)
-        place = torch.arange(block.rows, device=self._start.device)
-        last = self.rows.batch.token_ids.index_select(0, self._last)
+        drafter.advance(self.rows.batch, self.seats.features)
+        place = torch.arange(block.rows, device=self.seats.start.device)
+        last = self.rows.batch.token_ids.index_select(0, self.seats.last)
         tokens = torch.where(place == 0, last[:, None], drafter.mask_token)
-        keys = self._start[:, None] + place
-        stored = (self._length > 0)[:, None].expand_as(keys)
+        keys = self.seats.start[:, None] + place
+        stored = (self.seats.length > 0)[:, None].expand_as(keys)
         positions = (keys + drafter.position_offset).clamp(min=0)
         hidden = block.advance(self._rows_at(tokens, keys, positions, stored))
         drawn_from = hidden.view(requests, block.rows, -1)[:, block.first : block.first + self.levels]
@@ -365,7 +347,7 @@ class DraftLoop(ABC):
             static,
             rows=n,
             max_keys=static.max_keys + 64,
-            **({"context": self._start.to(torch.int32)} | others),
+            **({"context": self.seats.start.to(torch.int32)} | others),
             is_tree=self._zeros if masks is None else self._ones,
             ancestors=torch.ones_like(keys).flatten() if masks is None else masks.flatten(),
         )
@@ -373,7 +355,7 @@ class DraftLoop(ABC):
         return static_input(
             tokens.flatten(),
             positions.flatten().contiguous(),
-            slots.masked_fill(~stored, self._spare_slot).flatten(),
+            slots.masked_fill(~stored, self.rows.tables.spare_slot).flatten(),
             size,
             own,
         )

@@ -47,8 +47,6 @@ class GraphedMedusa:
     def prepare(self) -> None:
         """Capture them."""
         captures, heads = self._captures, self._heads
-        if not captures.loops:
-            return
 
         def logits(hidden: Tensor) -> Tensor:
             return heads.logits(hidden, captures.steps if captures.tree is None else captures.tree.levels)
@@ -62,6 +60,6 @@ class GraphedMedusa:
             feature_size=self._hidden_size,
             dtype=self._dtype,
         )
-        tables = Tables(captures.max_requests, captures.max_keys, self._block_size, self._backend)
         # the spare slot is never written
-        self.loops = capture_loops(captures, drafter, tables, self._block_size, 0, self._backend)
+        tables = Tables(captures.max_requests, captures.max_keys, self._block_size, 0, self._backend)
+        self.loops = capture_loops(captures, drafter, tables)

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwise.graphs.backend import GraphBackend
-from draftwise.graphs.buffers import Need, PassBuffers, Shape
+from draftwise.graphs.buffers import Need, PassBuffers
 from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
 from draftwise.graphs.plans import Children, Level, TreePlan, lay_out
 from draftwise.kernels.triton.inputs import best_tokens
@@ -77,44 +76,37 @@ class TreeLoop(DraftLoop):
     """A tree below every request of a pass."""
 
     def __init__(
-        self,
-        shape: Shape,
-        plan: TreePlan,
-        kind: LoopKind,
-        drafter: Drafter,
-        rows: PassBuffers,
-        memory: LoopMemory,
-        spare_slot: int,
-        backend: GraphBackend,
+        self, plan: TreePlan, kind: LoopKind, drafter: Drafter, rows: PassBuffers, memory: LoopMemory
     ) -> None:
         """See `DraftLoop`."""
-        super().__init__(shape, kind, plan.draws, drafter, rows, memory, spare_slot, backend)
         self.plan = plan
-        requests, device = shape.requests, backend.device
-        self._tokens = torch.zeros((requests, plan.steps), dtype=torch.int64, device=device)
+        requests, device = rows.shape.requests, memory.counters.device
         self._every: tuple[Tensor, Tensor | None]  # while it is captured, see `_in_one_pass`
         self._levels: list[Level] = []
         self._children: list[Children] = []
-        self._reach = torch.tensor(plan.reach, device=device)
+        reach = torch.tensor(plan.reach, device=device)
+        form = None
         if plan.shape is not None:
             layout = lay_out(plan.shape, kind, device)
             self._levels, self._children = layout.levels, layout.children
-            self._depths, self._nodes = layout.depths, layout.nodes
+            depths, nodes = layout.depths, layout.nodes
         else:
             size = (requests, plan.candidates)
             self._found = Candidates(
                 torch.zeros(size, dtype=torch.int64, device=device),
                 torch.zeros(size, dtype=torch.int64, device=device),
                 torch.zeros(size, dtype=torch.float32, device=device),
-                torch.arange(1, plan.depth + 1, device=device).repeat_interleave(self._reach.diff()),
+                torch.arange(1, plan.depth + 1, device=device).repeat_interleave(reach.diff()),
                 plan.depth,
             )
-            self._form = torch.zeros((requests, 3, plan.steps + 1), dtype=torch.int64, device=device)
-            self._depths = torch.arange(plan.depth, device=device)
-            self._nodes = torch.full_like(self._depths, -1)
+            form = torch.zeros((requests, 3, plan.steps + 1), dtype=torch.int64, device=device)
+            depths = torch.arange(plan.depth, device=device)
+            nodes = torch.full_like(depths, -1)
             for level in range(plan.depth - 1):
                 places = torch.arange(level * plan.top_k, (level + 1) * plan.top_k, device=device)
                 self._levels.append(Level(level * plan.top_k, torch.ones_like(places) << places))
+        tokens = torch.zeros((requests, plan.steps), dtype=torch.int64, device=device)
+        super().__init__(kind, drafter, rows, memory, tokens, reach, depths, nodes, form)
 
     def takes(self, need: Need, draws: Sequence[TreeDraws]) -> bool:
         """Whether it can draft for requests with this need. `TreeDraws` says nothing of children drawn from q: such
@@ -127,10 +119,6 @@ class TreeLoop(DraftLoop):
             and all(self.plan.takes(one) and bool(one.noise_scale) == noisy for one in draws)
         )
 
-    @property
-    def steps(self) -> int:
-        return self.plan.steps
-
     def run(self, batch: StepInput, features: Tensor | None, draws: Sequence[TreeDraws]) -> list[DraftedTree]:
         """As `DecoderModel.draft_trees`; the loop must take it."""
         count = self._fill(batch, features, self.steps)
@@ -141,11 +129,11 @@ class TreeLoop(DraftLoop):
         if self.kind == "shared":
             self._take_noise(draws)
         self._draft()
-        tokens = self._tokens[:count].tolist()
+        tokens = self.seats.tokens[:count].tolist()
         if shape is not None:
             return [DraftedTree(tuple(row), shape.parents) for row in tokens]
-        assert self._form is not None
-        parents = self._form[:count, 2, 1:].tolist()
+        assert self.seats.form is not None
+        parents = self.seats.form[:count, 2, 1:].tolist()
         sizes = [min(one.nodes, reach[one.depth]) for one in draws]
         return [
             DraftedTree(tuple(own[:size]), tuple(above[:size]))
@@ -169,13 +157,13 @@ class TreeLoop(DraftLoop):
         state: Tensor | None
         if self.at_once:
             self._every = self._in_one_pass()
-            last = self.rows.batch.token_ids.index_select(0, self._last)
+            last = self.rows.batch.token_ids.index_select(0, self.seats.last)
             logits, state = self._corrected(0, last[:, None], None)
         else:
-            hidden, state = self._advance(self.rows.batch, self._features)
-            logits = self.drafter.logits(hidden.index_select(0, self._last))
+            hidden, state = self._advance(self.rows.batch, self.seats.features)
+            logits = self.drafter.logits(hidden.index_select(0, self.seats.last))
             if state is not None:
-                state = state.index_select(0, self._last)
+                state = state.index_select(0, self.seats.last)
         if self.plan.shape is not None:
             self._run_static(logits, state)
         else:
@@ -186,7 +174,7 @@ class TreeLoop(DraftLoop):
         for i, level in enumerate(self._levels):
             self._draw(i, logits)
             assert level.masks is not None and level.tokens_of is not None and level.parents is not None
-            tokens = self._tokens.index_select(1, level.tokens_of)
+            tokens = self.seats.tokens.index_select(1, level.tokens_of)
             if state is not None:
                 wide = state.view(requests, -1, state.shape[1])
                 state = wide.index_select(1, level.parents).flatten(0, 1)
@@ -237,12 +225,12 @@ class TreeLoop(DraftLoop):
         flat = wide.flatten(0, 1)
         scales = keys = None
         if self.kind != "argmax":
-            scales = self._scale.float()[:, None].repeat(1, rows).flatten()
-            keys = self._noise[:, draws].flatten()
-        if self._q is not None:
+            scales = self.seats.scale.float()[:, None].repeat(1, rows).flatten()
+            keys = self.seats.noise[:, draws].flatten()
+        if self.seats.q is not None:
             assert scales is not None
             flat, scales = raise_tail(flat * scales[:, None]), None
-            self._q[:, draws].copy_(flat.softmax(-1).view(wide.shape))
+            self.seats.q[:, draws].copy_(flat.softmax(-1).view(wide.shape))
         if self._fused:
             best = best_tokens(flat, children.most, scales=scales, keys=keys, ids=self.drafter.target_ids)
             ids = best.tokens
@@ -253,7 +241,7 @@ class TreeLoop(DraftLoop):
             ids = self._ids(top_rows(scores, children.most).indices)
         places = children.places if rows > 1 else 0
         drawn = ids.view(self.shape.requests, -1, children.most)[:, places, children.ranks]  # [R, m]
-        self._tokens.index_copy_(1, children.nodes, drawn)
+        self.seats.tokens.index_copy_(1, children.nodes, drawn)
 
     def _run_dynamic(self, logits: Tensor, state: Tensor | None) -> None:
         requests, k = self.shape.requests, self.plan.top_k
@@ -282,16 +270,16 @@ class TreeLoop(DraftLoop):
                     size = state.shape[1]
                     wide = state.view(requests, k, size)
                     state = wide.gather(1, above[:, :, None].expand(-1, -1, size)).flatten(0, 1)
-        assert self._form is not None
-        self._found.choose(self._length, self._tokens, self._form)
+        assert self.seats.form is not None
+        self._found.choose(self.seats.length, self.seats.tokens, self.seats.form)
 
     def _best_children(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """``logits`` [R * n, Vd] -> log-probabilities and target ids of the best tokens, [R, n, top_k]. Under shared
         noise g: softmax(T * (logits / T + g)), see `sampling.draw.draft_candidates`."""
-        scale = self._scale.float()[:, None, None]
+        scale = self.seats.scale.float()[:, None, None]
         scores = self._biased(logits).view(self.shape.requests, -1, logits.shape[1]) * scale
         if self.kind == "shared":
-            noise = gumbel_of_keys(self._noise[:, level], self._counters)  # of all nodes of a level
+            noise = gumbel_of_keys(self.seats.noise[:, level], self._counters)  # of all nodes of a level
             scores = (scores + noise[:, None]) / scale
         best = top_rows(scores.flatten(0, 1), self.plan.top_k, totals=True)
         assert best.log_totals is not None
@@ -307,11 +295,11 @@ class TreeLoop(DraftLoop):
     def _batch(self, depth: int, level: Level, tokens: Tensor, masks: Tensor) -> StepInput:
         """The pass that feeds ``tokens`` [R, n], nodes of depth ``depth`` + 1, at keys start + level.start + i."""
         drafter, (requests, n) = self.drafter, tokens.shape
-        keys = self._start[:, None] + torch.arange(level.start, level.start + n, device=tokens.device)
-        at = self._start + depth + drafter.position_offset
+        keys = self.seats.start[:, None] + torch.arange(level.start, level.start + n, device=tokens.device)
+        at = self.seats.start + depth + drafter.position_offset
         positions = at.clamp(0, drafter.max_position)[:, None].expand(requests, n)
         # A fed node of a static tree has no higher number among the fed ones than among all.
-        first_unused = self._length[:, None] * (1 if self.plan.shape is not None else n + level.start)
-        counts = keys - self._start[:, None] < first_unused
+        first_unused = self.seats.length[:, None] * (1 if self.plan.shape is not None else n + level.start)
+        counts = keys - self.seats.start[:, None] < first_unused
         stored = counts & (at <= drafter.max_position)[:, None]
         return self._rows_at(tokens, keys, positions, stored, masks)

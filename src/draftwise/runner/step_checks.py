@@ -167,8 +167,8 @@ def _seated(device: torch.device, vocab_size: int, block_size: int, fused: bool)
     memory.told[:, TOLD + memory.pages :] = 60 + column[:, None]
     memory.tables.copy_(torch.arange(seats * width, device=device).view(seats, width))
     backend = Rerun(device)
-    tables = Tables(seats, width * block_size, block_size, backend)
-    batch = PassBuffers(Shape(seats, drafts + 1, width * block_size), tables, block_size, 999, backend).batch
+    tables = Tables(seats, width * block_size, block_size, 999, backend)
+    batch = PassBuffers(Shape(seats, drafts + 1, width * block_size), tables).batch
     if fused:
         kernels.begin(memory, batch, 999, SeatVerification(memory, (), 0))
     else:

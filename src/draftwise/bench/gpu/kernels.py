@@ -162,8 +162,8 @@ def _ours(
         return setting.time(lambda: ops.attention(q, kv.layer(0), batch, shape, size.head_dim**-0.5))
     backend = setting.graphs()
     assert kv.spare_slot is not None
-    tables = Tables(requests, context + rows, BLOCK, backend)
-    buffers = PassBuffers(Shape(requests, rows, context + rows), tables, BLOCK, kv.spare_slot, backend)
+    tables = Tables(requests, context + rows, BLOCK, kv.spare_slot, backend)
+    buffers = PassBuffers(Shape(requests, rows, context + rows), tables)
     buffers.fill(build_step_input(inputs, BLOCK, torch.device("cpu")))
     heads = HeadShape(size.heads, size.kv_heads, size.head_dim)
     ops = setting.ops()

@@ -25,7 +25,6 @@ class DrafterSeats(NamedTuple):
 
     loop: DraftLoop
     max_len: int  # no token at this position or later is fed to it
-    spare_slot: int
     head: HeadModel | None = None
     block_features: Tensor | None = None
 

@@ -167,7 +167,6 @@ class Shaping:
     def steer(self, loop: DraftLoop) -> None:
         """Tell a loop what steers its drafts."""
         seats, count, ids = loop.seats, loop.shape.requests, loop.drafter.target_ids
-        assert seats.steered is not None
         seats.steered.copy_(self._steered[:count])
         if seats.bias is not None:
             assert self._bias is not None

@@ -233,7 +233,7 @@ class SeatedSteps:
 
     def _begin(self, target: PassSeats) -> None:
         memory = self.memory
-        batch, spare = target.rows.batch, target.spare_slot
+        batch, spare = target.rows.batch, target.rows.tables.spare_slot
         if self._fused:
             kernels.begin(memory, batch, spare, self._verification)
         else:
@@ -267,7 +267,7 @@ class SeatedSteps:
             loop.rows.batch,
             loop.kind,
             drafter.max_len,
-            drafter.spare_slot,
+            loop.rows.tables.spare_slot,
             drafter.head is not None,
             shape,
             ends,

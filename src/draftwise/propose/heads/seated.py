@@ -35,8 +35,7 @@ class SeatedHead(SeatedDrafter):
 
     def _seats(self, loop: DraftLoop) -> DrafterSeats:
         passes = self._passes
-        assert passes.kv.spare_slot is not None
-        return DrafterSeats(loop, self._max_len, passes.kv.spare_slot, passes.head, passes.block_features)
+        return DrafterSeats(loop, self._max_len, passes.head, passes.block_features)
 
     def prepare(self) -> None:
         self._passes.source.compute()  # what waits was computed before what steps of seats compute

@@ -13,7 +13,7 @@ class SeatedMedusa(SeatedDrafter):
 
     def _seats(self, loop: DraftLoop) -> DrafterSeats:
         # other drafters are fed all drafts but the last, which may stand one further
-        return DrafterSeats(loop, self._max_len - 1, 0)
+        return DrafterSeats(loop, self._max_len - 1)
 
     def seats(self, requests: int, keys: int, kind: LoopKind) -> DrafterSeats | None:
         return super().seats(requests, 0, kind)

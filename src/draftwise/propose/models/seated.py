@@ -31,14 +31,12 @@ class SeatedModel(SeatedDrafter):
         scratch: Sequence[range],
     ) -> None:
         super().__init__(loops, max_len, sample_method, scratch)
-        assert storage.spare_slot is not None
         self._model = model
         self._storage = storage
-        self._spare_slot = storage.spare_slot
         self._block_size = block_size
 
     def _seats(self, loop: DraftLoop) -> DrafterSeats:
-        return DrafterSeats(loop, self._max_len, self._spare_slot)
+        return DrafterSeats(loop, self._max_len)
 
     def catch_up(self, rid: int, token_ids_np: IntArray, blocks_np: IntArray, filled: int) -> int:
         known = len(token_ids_np)
