@@ -95,5 +95,5 @@ def test_products_of_kernels_with_draws_of_torch(
         replace_kernels("cuda", [STEPS])  # as if the engine had found them wrong
         assert all(len(tokens) == 8 for tokens in said(target, config, "cuda", **options))
         kernels = launches.kernels()
-        assert device.replays and kernels & {"linear", "linear_codes"} and "walk_trees" not in kernels
+        assert device.replays and "linear" in kernels and "walk_trees" not in kernels
     assert not [record for record in caplog.records if "failed" in record.getMessage()]

@@ -11,7 +11,7 @@ those faster.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -65,53 +65,28 @@ class LinearTiling:
         return block
 
 
+@dataclass(slots=True, eq=False)
 class TritonLinear(Linear):
     """``weight`` as the kernel reads it: [N, K] floats, int8 or fp8, or packed pairs [N, K' / 2] uint8."""
 
-    __slots__ = (
-        "bias",
-        "bits",
-        "block_k",
-        "dynamic",
-        "group",
-        "inputs",
-        "invariant",
-        "part_inputs",
-        "scales",
-        "shared",
-        "tiling",
-        "weight",
-        "zeros",
-    )
+    weight: Tensor
+    bias: Tensor | None
+    tiling: LinearTiling
+    bits: int = 16
+    inputs: int = 0  # 0: as many as the weight says
+    scales: Tensor | None = None  # float32: [N], or [N, groups]
+    zeros: Tensor | None = None  # uint8 [N, groups]
+    group: int = 1
+    shared: bool = False  # the memory of ``weight`` is another parameter's
+    dynamic: bool = False  # rows are rounded to codes of the weight's kind, each with a scale of its own
+    invariant: bool = True  # whether a row's bits may not depend on the number of rows
+    block_k: int = field(init=False)
+    part_inputs: int = field(init=False)
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        tiling: LinearTiling,
-        *,
-        bits: int = 16,
-        inputs: int | None = None,
-        scales: Tensor | None = None,
-        zeros: Tensor | None = None,
-        group: int = 1,
-        shared: bool = False,
-        dynamic: bool = False,
-        invariant: bool = True,
-    ) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.tiling = tiling
-        self.bits = bits
-        self.inputs = weight.shape[1] if inputs is None else inputs
-        self.scales = scales  # float32: [N], or [N, groups]
-        self.zeros = zeros  # uint8 [N, groups]
-        self.group = group
-        self.block_k = tiling.block_k_for(group) if bits == 4 else tiling.block_k
-        self.part_inputs = tiling.part_inputs(weight.shape[0], self.inputs, self.block_k)
-        self.shared = shared  # the memory of ``weight`` is another parameter's
-        self.dynamic = dynamic  # rows are rounded to codes of the weight's kind, each with a scale of its own
-        self.invariant = invariant  # whether a row's bits may not depend on the number of rows
+    def __post_init__(self) -> None:
+        self.inputs = self.inputs or self.weight.shape[1]
+        self.block_k = self.tiling.block_k_for(self.group) if self.bits == 4 else self.tiling.block_k
+        self.part_inputs = self.tiling.part_inputs(self.weight.shape[0], self.inputs, self.block_k)
 
     @property
     def num_bytes(self) -> int:
@@ -175,12 +150,7 @@ def linear(
     assert x.shape[1] == layer.inputs
     if layer.bits == 16 and not layer.invariant:
         if x.is_cuda and 0 < rows <= NARROW_ROWS and _is_narrow(x, layer):
-            kind = dtype or x.dtype
-            return narrow(
-                x,
-                layer.weight,
-                torch.empty((rows, outputs), dtype=kind, device=x.device) if out is None else out,
-            )
+            return narrow(x, layer.weight, x.new_empty(rows, outputs, dtype=dtype) if out is None else out)
         if dtype is torch.float32 and layer.bias is None and x.is_cuda and x.dtype is not dtype:
             return _widened(x, layer.weight, out)
         product = torch.nn.functional.linear(x, layer.weight, layer.bias)
@@ -189,31 +159,47 @@ def linear(
     if rows == 0:
         return result
     x = x if x.stride(1) == 1 else x.contiguous()
+    x_scales = None
     if layer.dynamic:
-        return _linear_codes(x, layer, result)
-    tiling = layer.tiling
-    weight = _readable(layer.weight)
-    parts, apart, sums = _parts(layer, rows, torch.float32)
+        assert layer.scales is not None and layer.bits == 8
+        codes, x_scales = quantize_rows(x, layer.weight.dtype)
+        if not layer.invariant and scaled_product_serves(x, layer):
+            product = torch._scaled_mm(
+                codes,
+                layer.weight.t(),
+                scale_a=x_scales[:, None],
+                scale_b=layer.scales[None, :],
+                bias=layer.bias,
+                out_dtype=torch.bfloat16,
+            )
+            return result.copy_(product)
+        x = _readable(codes)
+    tiling, weight = layer.tiling, _readable(layer.weight)
+    scales, zeros, bias = (weight if t is None else t for t in (layer.scales, layer.zeros, layer.bias))
+    row_scales = scales if x_scales is None else x_scales
+    # up to so many rows each part of k is a program of its own
+    parts = -(-layer.inputs // layer.part_inputs)
+    apart = parts > 1 and rows <= tiling.block_m
+    kind = torch.int32 if x.dtype is torch.int8 else torch.float32
+    sums = torch.empty((parts, rows, outputs) if apart else (1,), dtype=kind, device=x.device)
+    flags = {"BITS": layer.bits, "CODES": layer.dynamic, "HAS_BIAS": layer.bias is not None}
+    groups = 1 if layer.bits != 4 else scales.shape[1]
+    sizes = (rows, outputs, layer.inputs, x.stride(0), groups, layer.part_inputs)
     device.linear[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m), parts if apart else 1)](
         x,
+        row_scales,
         weight,
-        weight if layer.scales is None else layer.scales,
-        weight if layer.zeros is None else layer.zeros,
-        weight if layer.bias is None else layer.bias,
+        scales,
+        zeros,
+        bias,
         result,
         sums,
-        rows,
-        outputs,
-        layer.inputs,
-        x.stride(0),
-        1 if layer.scales is None or layer.bits != 4 else layer.scales.shape[1],
-        layer.part_inputs,
+        *sizes,
         PARTS=parts,
         APART=apart,
         GROUP=layer.group,
-        BITS=layer.bits,
         HAS_ZEROS=layer.zeros is not None,
-        HAS_BIAS=layer.bias is not None,
+        **flags,
         # the interpreter's product of bfloat16 is not one
         WIDE=interpreted() and x.dtype is torch.bfloat16,
         BLOCK_M=tiling.block_m,
@@ -222,7 +208,10 @@ def linear(
         **LAUNCH,
     )
     if apart:
-        _add_parts(sums, None, layer, result)
+        block = min(1024, power_of_two(outputs))
+        device.add_parts[(rows, -(-outputs // block))](
+            sums, row_scales, scales, bias, result, rows, outputs, PARTS=parts, BLOCK=block, **flags, **LAUNCH
+        )
     return result
 
 
@@ -244,22 +233,11 @@ def narrow(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """``x`` [T, K] @ ``weight`` [N, K].T -> ``out`` [T, N], of any type; T is at most `NARROW_ROWS`."""
     from draftwise.kernels.triton.device.narrow import narrow_linear
 
-    outputs, inputs = weight.shape
-    narrow_linear[(-(-outputs // _NARROW_N),)](
-        x,
-        weight,
-        out,
-        x.shape[0],
-        outputs,
-        inputs,
-        x.stride(0),
-        BLOCK_M=16,
-        BLOCK_N=_NARROW_N,
-        BLOCK_K=_NARROW_K,
-        WIDE=interpreted() and x.dtype is torch.bfloat16,
-        num_warps=2,
-        num_stages=6,
-        **LAUNCH,
+    blocks = {"BLOCK_M": 16, "BLOCK_N": _NARROW_N, "BLOCK_K": _NARROW_K}
+    wide = interpreted() and x.dtype is torch.bfloat16
+    options = {"num_warps": 2, "num_stages": 6, **LAUNCH}
+    narrow_linear[(-(-weight.shape[0] // _NARROW_N),)](
+        x, weight, out, x.shape[0], *weight.shape, x.stride(0), WIDE=wide, **blocks, **options
     )
     return out
 
@@ -276,36 +254,6 @@ def _readable(codes: Tensor) -> Tensor:
     return codes if reads_fp8(codes.device) else as_bytes(codes)
 
 
-def _parts(layer: TritonLinear, rows: int, kind: torch.dtype) -> tuple[int, bool, Tensor]:
-    """Parts of k, whether each is a program of its own for so many rows, and room for their sums [parts, T, N]."""
-    parts = -(-layer.inputs // layer.part_inputs)
-    apart = parts > 1 and rows <= layer.tiling.block_m
-    shape = (parts, rows, layer.weight.shape[0]) if apart else (1,)
-    return parts, apart, torch.empty(shape, dtype=kind, device=layer.weight.device)
-
-
-def _add_parts(sums: Tensor, x_scales: Tensor | None, layer: TritonLinear, out: Tensor) -> None:
-    from draftwise.kernels.triton.device import linear as device
-
-    parts, rows, outputs = sums.shape
-    block = min(1024, power_of_two(outputs))
-    device.add_parts[(rows, -(-outputs // block))](
-        sums,
-        sums if x_scales is None else x_scales,
-        sums if layer.scales is None else layer.scales,
-        sums if layer.bias is None else layer.bias,
-        out,
-        rows,
-        outputs,
-        PARTS=parts,
-        ROW_SCALED=x_scales is not None,
-        SCALED=layer.bits == 8,
-        HAS_BIAS=layer.bias is not None,
-        BLOCK=block,
-        **LAUNCH,
-    )
-
-
 def quantize_rows(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x`` [T, K] -> codes [T, K] of ``kind`` (int8 or float8_e4m3fn), scales [T] float32, one per row; see
     `quantization.weights.quantize_rows`."""
@@ -320,51 +268,6 @@ def quantize_rows(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
             x, as_bytes(codes), scales, size, x.stride(0), FLOATS=floats, BLOCK=power_of_two(size), **LAUNCH
         )
     return codes, scales
-
-
-def _linear_codes(x: Tensor, layer: TritonLinear, out: Tensor) -> Tensor:
-    from draftwise.kernels.triton.device import linear as device
-
-    assert layer.scales is not None and layer.bits == 8
-    codes, x_scales = quantize_rows(x, layer.weight.dtype)
-    if not layer.invariant and scaled_product_serves(x, layer):
-        product = torch._scaled_mm(
-            codes,
-            layer.weight.t(),
-            scale_a=x_scales[:, None],
-            scale_b=layer.scales[None, :],
-            bias=layer.bias,
-            out_dtype=torch.bfloat16,
-        )
-        return out.copy_(product)
-    tiling = layer.tiling
-    rows, outputs = out.shape
-    floats = layer.weight.dtype is torch.float8_e4m3fn
-    parts, apart, sums = _parts(layer, rows, torch.float32 if floats else torch.int32)
-    device.linear_codes[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m), parts if apart else 1)](
-        _readable(codes),
-        x_scales,
-        _readable(layer.weight),
-        layer.scales,
-        layer.scales if layer.bias is None else layer.bias,
-        out,
-        sums,
-        rows,
-        outputs,
-        layer.inputs,
-        layer.part_inputs,
-        PARTS=parts,
-        APART=apart,
-        FLOATS=floats,
-        HAS_BIAS=layer.bias is not None,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        **LAUNCH,
-    )
-    if apart:
-        _add_parts(sums, x_scales, layer, out)
-    return out
 
 
 def scaled_product_serves(x: Tensor, layer: TritonLinear) -> bool:

@@ -22,6 +22,7 @@ def dot_block(
     groups,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    CODES: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -58,15 +59,20 @@ def dot_block(
         w = tl.load(weight + at, mask=in_n[None, :] & (k < inputs)[:, None], other=0.0)
         if weight.dtype.element_ty == tl.uint8:
             w = from_fp8(w)
+            if CODES:
+                values = from_fp8(values)
+        if CODES and acc.dtype == tl.float32:
+            values = values.to(tl.float16)
         if WIDE:
             values = values.to(tl.float32)
-        acc = tl.dot(values, w.to(values.dtype), acc, input_precision="ieee")
+        acc = tl.dot(values, w.to(values.dtype), acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
 def linear(
     x,
+    x_scales,
     weight,
     scales,
     zeros,
@@ -83,6 +89,7 @@ def linear(
     APART: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    CODES: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -92,6 +99,9 @@ def linear(
 ):
     """One tile of the output; k in parts of ``part_inputs``, each in blocks of fixed size, first to last, summed in
     float32; then the parts' sums, first to last. APART: this program sums one part, for `add_parts`.
+
+    CODES: rows are codes of the weights' kind, too, with a scale each. Those of int8 are summed exactly, those of fp8
+    widened to float16, which holds them all.
 
     BITS 16: weight [N, K] floats; 8: int8 or fp8 codes (bytes where the device does not read fp8) [N, K], one scale per
     output; 4: two codes per byte [N, K' / 2]:
@@ -105,13 +115,13 @@ def linear(
     x_row = x + m.to(tl.int64)[:, None] * x_stride
     row_bytes = (inputs + BLOCK_K - 1) // BLOCK_K * (BLOCK_K // 2)
     first = tl.program_id(2)
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=parts.dtype.element_ty)
     for part in range(first, first + (1 if APART else PARTS)):
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=parts.dtype.element_ty)
         for start in range(part * part_inputs, tl.minimum((part + 1) * part_inputs, inputs), BLOCK_K):
             acc = dot_block(
                 acc, x_row, weight, scales, zeros, n, in_m, in_n, start, inputs, row_bytes, groups,
-                GROUP, BITS, HAS_ZEROS, WIDE, BLOCK_N, BLOCK_K,
+                GROUP, BITS, CODES, HAS_ZEROS, WIDE, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         total += acc
     at_out = m.to(tl.int64)[:, None] * outputs + n[None, :]
@@ -119,11 +129,14 @@ def linear(
     if APART:
         tl.store(parts + first.to(tl.int64) * rows * outputs + at_out, total, mask=inside)
     else:
+        result = total.to(tl.float32)
+        if CODES:
+            result = result * tl.load(x_scales + m, mask=in_m, other=0.0)[:, None]
         if BITS == 8:
-            total = total * tl.load(scales + n, mask=in_n, other=0.0)[None, :]
+            result = result * tl.load(scales + n, mask=in_n, other=0.0)[None, :]
         if HAS_BIAS:
-            total += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-        tl.store(out + at_out, total.to(out.dtype.element_ty), mask=inside)
+            result += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -136,8 +149,8 @@ def add_parts(
     rows,
     outputs,
     PARTS: tl.constexpr,
-    ROW_SCALED: tl.constexpr,
-    SCALED: tl.constexpr,
+    BITS: tl.constexpr,
+    CODES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -151,9 +164,9 @@ def add_parts(
         # ``row`` is wide; ``rows`` is no tensor where it is 1, for the compiler is told such arguments
         total += tl.load(parts + (row + part * rows) * outputs + n, mask=inside, other=0)
     result = total.to(tl.float32)
-    if ROW_SCALED:
+    if CODES:
         result = result * tl.load(x_scales + row)
-    if SCALED:
+    if BITS == 8:
         result = result * tl.load(scales + n, mask=inside, other=0.0)
     if HAS_BIAS:
         result += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
@@ -174,63 +187,3 @@ def quantize_rows(x, codes, scales, size, stride, FLOATS: tl.constexpr, BLOCK: t
     rounded = to_fp8(values) if FLOATS else (values + 12582912.0) - 12582912.0
     tl.store(codes + row * size + i, rounded.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + row, top / largest)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def linear_codes(
-    x,
-    x_scales,
-    weight,
-    scales,
-    bias,
-    out,
-    parts,
-    rows,
-    outputs,
-    inputs,
-    part_inputs,
-    PARTS: tl.constexpr,
-    APART: tl.constexpr,
-    FLOATS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One tile of a product of codes, [T, K] and [N, K], times a scale per row and one per output. Both are int8,
-    summed exactly, or both fp8 (FLOATS): these are widened to float16, which holds them all, and summed in float32.
-    They come as bytes where the device does not read fp8. Parts as in `linear`."""
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_m = m < rows
-    in_n = n < outputs
-    i = tl.arange(0, BLOCK_K)
-    x_row = x + m.to(tl.int64)[:, None] * inputs
-    w_row = weight + n.to(tl.int64)[None, :] * inputs
-    first = tl.program_id(2)
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32 if FLOATS else tl.int32)
-    for part in range(first, first + (1 if APART else PARTS)):
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32 if FLOATS else tl.int32)
-        for start in range(part * part_inputs, tl.minimum((part + 1) * part_inputs, inputs), BLOCK_K):
-            k = start + i
-            values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
-            w = tl.load(w_row + k[:, None], mask=in_n[None, :] & (k < inputs)[:, None], other=0.0)
-            if weight.dtype.element_ty == tl.uint8:
-                values = from_fp8(values)
-                w = from_fp8(w)
-            if FLOATS:
-                acc = tl.dot(values.to(tl.float16), w.to(tl.float16), acc)
-            else:
-                acc = tl.dot(values, w, acc, out_dtype=tl.int32)
-        total += acc
-    at_out = m.to(tl.int64)[:, None] * outputs + n[None, :]
-    inside = in_m[:, None] & in_n[None, :]
-    if APART:
-        tl.store(parts + first.to(tl.int64) * rows * outputs + at_out, total, mask=inside)
-    else:
-        x_scale = tl.load(x_scales + m, mask=in_m, other=0.0)
-        w_scale = tl.load(scales + n, mask=in_n, other=0.0)
-        result = total.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
-        if HAS_BIAS:
-            result += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=inside)
