@@ -89,10 +89,6 @@ class FakeGraph:
         self._made = [x for piece in pieces for operation in piece for x in operation.made if x is not None]
         self.spoil()
 
-    @property
-    def count(self) -> int:
-        return len(self._pieces)
-
     def spoil(self) -> None:
         for x in self._made:
             if x.dtype.is_floating_point:

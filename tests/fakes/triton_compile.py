@@ -158,11 +158,10 @@ def main() -> None:
     for kv, scales, largest in (("*bf16", "*bf16", 0.0), ("*i8", "*fp32", 127.0), ("*u8", "*fp32", 448.0)):
         build(
             rows.rope_write,
-            f"*bf16 *fp32 *fp32 *fp32 fp32 fp32 *bf16 {kv} {scales} *i64 i32",
+            f"*bf16 *fp32 *fp32 fp32 *fp32 fp32 *bf16 {kv} {scales} *i64 i32",
             HEADS=32,
             KV_HEADS=8,
             DIM=128,
-            HALF=64,
             HALF_PAD=64,
             Q_NORM=True,
             K_NORM=True,
@@ -180,11 +179,12 @@ def main() -> None:
     ):
         build(
             linear.linear,
-            f"*bf16 {weight} *fp32 *u8 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32",
+            f"*bf16 *fp32 {weight} *fp32 *u8 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32",
             PARTS=4,
             APART=apart,
             GROUP=128,
             BITS=bits,
+            CODES=False,
             HAS_ZEROS=bits == 4,
             HAS_BIAS=True,
             WIDE=False,
@@ -207,18 +207,22 @@ def codes() -> None:
             linear.add_parts,
             f"{sums} *fp32 *fp32 *bf16 *bf16 i32 i32",
             PARTS=4,
-            ROW_SCALED=True,
-            SCALED=True,
+            BITS=8,
+            CODES=True,
             HAS_BIAS=True,
             BLOCK=1024,
         )
         build(
-            linear.linear_codes,
-            f"{kind} *fp32 {kind} *fp32 *bf16 *bf16 {sums} i32 i32 i32 i32",
+            linear.linear,
+            f"{kind} *fp32 {kind} *fp32 {kind} *bf16 *bf16 {sums} i32 i32 i32 i32 i32 i32",
             PARTS=4,
             APART=not floats,
-            FLOATS=floats,
+            GROUP=1,
+            BITS=8,
+            CODES=True,
+            HAS_ZEROS=False,
             HAS_BIAS=True,
+            WIDE=False,
             BLOCK_M=64,
             BLOCK_N=64,
             BLOCK_K=64,
@@ -230,17 +234,17 @@ def verification() -> None:
     for noisy in (False, True):
         build(
             verify.wanted_parts,
-            "*fp32 *i64 *i32 *fp32 *i32 i32 i64 i32 i32 i32",
+            "*fp32 *i64 *i32 *fp32 *i32 i32 i64 i32",
             NOISY=noisy,
             PART=8192,
             BLOCK=2048,
         )
-    build(verify.walk_trees, "*i64 *i32 *fp32 *i32 *i32 i32 i32 i32", PARTS_PAD=16)
-    build(verify.judge_chains, "*fp32 *i64 *i32 *i32 *i64 *fp64 i32 i32 i32")
-    build(verify.block_masses, "*fp32 *i64 *i32 *fp64 i32 i32 i32", BLOCK=2048)
-    build(verify.judge_blocks, "*fp32 *i64 *i32 *fp64 *i32 *i64 *fp64 i32 i32 i32")
-    build(verify.reject_trees, "*fp32 *i64 *i32 *fp32 *i32 *i64 *fp64 i32 i32 i32", BLOCK=2048)
-    build(draws.residual_masses, "*fp32 *fp32 *i64 *fp64 *fp64 i32 i32", PART=8192, BLOCK=2048)
+    build(verify.walk_trees, "*i64 *i32 *i32 *fp32 *i32 i32 i32", PARTS_PAD=16)
+    build(verify.judge_chains, "*fp32 *i64 *i32 *i32 *i64 *fp64 i32 i32")
+    build(verify.block_masses, "*fp32 *i64 *i32 *fp64 i32 i32", BLOCK=2048)
+    build(verify.judge_blocks, "*fp32 *i64 *i32 *i32 *i64 *fp64 *fp64 i32 i32")
+    build(verify.reject_trees, "*fp32 *i64 *i32 *i32 *i64 *fp64 *fp32 i32 i32", BLOCK=2048)
+    build(draws.residual_masses, "*fp32 *fp32 *i64 *fp64 *fp64 i32", PART=8192, BLOCK=2048)
     build(draws.draw_last, "*fp32 *fp32 *i64 *fp64 *fp64 *i32 *i32 i32 i32 i32", PART=8192, BLOCK=2048)
 
 
@@ -249,7 +253,7 @@ def between_passes() -> None:
     build(inputs.next_rows, "*i64 *i64 *i32 *i64 *i64 *i32 i32 i32 i32 i32 i32 i32 i32", PAGE=16, BLOCK=64)
     build(
         inputs.part_of_softmax,
-        "*fp32 *fp32 *fp32 *fp32 *fp32 *fp64 i32 i64 i64 i32",
+        "*fp32 *fp32 *fp32 *fp32 *fp32 *fp64 i32 i64 i64",
         PART=4096,
         PARTS_PAD=32,
     )
@@ -265,7 +269,7 @@ def between_passes() -> None:
     for noisy, count in ((True, 1), (False, 10)):
         build(
             inputs.part_of_best,
-            "*fp32 *fp32 *i64 *i64 *fp32 *i32 *fp32 i32 i64 i32 i32",
+            "*fp32 *fp32 *i64 *i64 *fp32 *i32 *fp32 i32 i64 i32",
             NOISY=noisy,
             MAPPED=noisy,
             SUMS=not noisy,
@@ -294,6 +298,7 @@ def seat_steps() -> None:
         PAGE=16,
         BLOCK=8,
     )
+    first = "*i64 *i64 *i64 *i32 *i64 i32 i32"
     shapes = (
         (0, 0, 0),
         (1, 1, 0),
@@ -308,7 +313,7 @@ def seat_steps() -> None:
     for drafter, kind, tree in shapes:
         build(
             seats.advance_rows,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 8} {'i32 ' * 10}",
+            f"{first} *i32 {'*i64 ' * 3} *i32 *i32 {'*i64 ' * 8} {'i32 ' * 8}",
             DRAFTER=drafter,
             TREE=tree,
             KIND=kind,
@@ -316,11 +321,11 @@ def seat_steps() -> None:
             PAGE=16,
             BLOCK=8,
         )
-    build(lookup.join_found, f"{'*i64 ' * 5} i32 i32", BLOCK=8)
+    build(lookup.join_found, f"{first} *i64 *i64", BLOCK=8)
     for wide in (False, True):
         build(
             lookup.look_up,
-            f"*i64 *i64 *i64 *i32 *i64 *i32 *i32 *i64 {'i32 ' * 8} fp32 fp32 fp32",
+            f"{first} *i32 *i32 *i64 {'i32 ' * 6} fp32 fp32 fp32",
             PAST=wide,
             CUT=wide,
             JOINS=wide,
@@ -328,24 +333,24 @@ def seat_steps() -> None:
             BLOCK=8,
         )
     for dynamic in (False, True):
-        build(seats.keep_drafts, f"{'*i64 ' * 7} {'i32 ' * 5}", DYNAMIC=dynamic, BLOCK=8)
+        build(seats.keep_drafts, f"{first} *i64 *i64 *i64 i32 i32", DYNAMIC=dynamic, BLOCK=8)
     for sampled in (False, True):
         build(
             rates.keep_at_rates,
-            "*i64 *i32 *fp64 *fp32 *i32 *i64 *fp64 *i32 i32 i32 i32 i32",
+            "*i64 *i32 *i32 *i64 *fp64 *fp64 *fp32 *i32 i32 i32 i32",
             SAMPLED=sampled,
             PARTS_PAD=16,
         )
         build(
             rates.keep_typical,
-            f"*fp32 *i64 *i32 *fp64 *fp32 *i32 *i64 *fp64 *i32 {'i32 ' * 4}",
+            "*fp32 *i64 *i32 *i32 *i64 *fp64 *fp64 *fp32 *i32 i32 i32 i32",
             EPSILON=0.09,
             DELTA=0.3,
             SAMPLED=sampled,
             PARTS_PAD=16,
             BLOCK=8,
         )
-    build(rates.entropies, f"*fp32 *fp32 *i64 *i32 *fp64 {'i32 ' * 4}", BLOCK=1024)
+    build(rates.entropies, "*fp32 *fp32 *i64 *i32 *fp64 i32 i32 i32", BLOCK=1024)
 
 
 if __name__ == "__main__":

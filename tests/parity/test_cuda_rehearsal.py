@@ -120,9 +120,9 @@ def test_an_engine_finds_wrong_kernels_when_it_starts(
     activation, walked = rows.silu_mul, triton.walk_trees
     monkeypatch.setattr(rows, "silu_mul", lambda *args: activation(*args).mul_(1.5))
 
-    def nothing_stays(logits: Any, batch: Any, members: Any, walk: Any, **named: Any) -> None:
-        walked(logits, batch, members, walk, **named)
-        walk.packed[:, 0].zero_()
+    def nothing_stays(logits: Any, batch: Any, members: Any, **named: Any) -> None:
+        walked(logits, batch, members, **named)
+        batch.walk.packed[:, 0].zero_()
 
     monkeypatch.setattr(triton, "walk_trees", nothing_stays)
     monkeypatch.setattr(checking, "_ROWS", (3,))

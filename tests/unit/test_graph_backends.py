@@ -65,7 +65,7 @@ def test_cuda_graphs_run_once_and_then_capture_in_one_pool(monkeypatch: pytest.M
         *("wait", "<stream", "run", "stream>", "wait", "synchronize"),
         *("<capture", "run", "capture>"),
     ]
-    assert result is None and graph is not None and backend.num_graphs == 1
+    assert result is None and graph is not None
 
 
 def test_cuda_pieces_are_captured_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_cuda_pieces_are_captured_one_behind_the_other(monkeypatch: pytest.Monke
         return "result"
 
     pieces, result = backend.capture_pieces(run)
-    assert result == "result" and pieces.count == 2 and backend.num_graphs == 2
+    assert result == "result"
     assert [entry for entry in log if "device" not in entry] == [
         *("wait", "<stream", "a", "b", "stream>", "wait", "synchronize", "empty"),
         *("<stream", "<1", "a", "1>", "<2", "b", "2>", "stream>"),

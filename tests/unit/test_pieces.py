@@ -140,7 +140,7 @@ def test_what_fills_up_reaches_no_real_row(tmp_path: Path) -> None:
     plain, graphed = models(tmp_path, Captures((), pieces=(32,)))
     kvs = storage(plain), storage(plain)
     graphed.prepare(kvs[1])
-    (memory,) = {id(p._noted._memory): p._noted._memory for p in graphed._pieces._passes}.values()
+    (memory,) = {id(p._noted._memory): p._noted._memory for p in graphed._pieces}.values()
     for buffer in memory._buffers.values():
         buffer.fill_(float("nan"))
     for i in range(len(plain.kv_layout())):

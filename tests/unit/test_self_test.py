@@ -217,9 +217,9 @@ def test_verification_and_seats_are_compared(monkeypatch: pytest.MonkeyPatch) ->
 
     walked = triton.walk_trees
 
-    def short(logits: Any, batch: Any, members: Any, walk: Any, **named: Any) -> None:
-        walked(logits, batch, members, walk, **named)
-        walk.packed[:, 0].clamp_(max=0)
+    def short(logits: Any, batch: Any, members: Any, **named: Any) -> None:
+        walked(logits, batch, members, **named)
+        batch.walk.packed[:, 0].clamp_(max=0)
 
     monkeypatch.setattr(triton, "walk_trees", short)
     monkeypatch.setattr(kernels, "advance", lambda *_: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -21,10 +22,6 @@ class Graph(Protocol):
 
 class Pieces(Protocol):
     """A function that was captured in pieces."""
-
-    @property
-    def count(self) -> int:
-        """How many."""
 
     def replay(self, between: Callable[[int], object]) -> None:
         """Do the first one again, call ``between(0)``, do the second one, call ``between(1)``, ..., do the last one."""
@@ -80,14 +77,7 @@ class Rerun(GraphBackend):
         return _Again(run), run()
 
     def capture_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[Pieces, T]:
-        cuts = 0
-
-        def cut() -> None:
-            nonlocal cuts
-            cuts += 1
-
-        result = run(cut)
-        return _AgainInPieces(run, cuts + 1), result
+        return _AgainInPieces(run), run(lambda: None)
 
     def host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64)
@@ -105,12 +95,11 @@ class _Again:
 
 
 class _AgainInPieces:
-    def __init__(self, run: Callable[[Callable[[], None]], object], count: int) -> None:
+    def __init__(self, run: Callable[[Callable[[], None]], object]) -> None:
         self._run = run
-        self.count = count
 
     def replay(self, between: Callable[[int], object]) -> None:
-        cuts = iter(range(self.count - 1))
+        cuts = itertools.count()
 
         def cut() -> None:
             between(next(cuts))
@@ -133,7 +122,6 @@ class CudaGraphs(GraphBackend):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # A pool ends with the last of its graphs, and nothing can then be captured into it: the first one stays.
         self._first: object = None
-        self.num_graphs = 0
 
     def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
         with torch.cuda.device(self.device):
@@ -145,7 +133,6 @@ class CudaGraphs(GraphBackend):
             ):
                 result = run()
         self._first = self._first or graph
-        self.num_graphs += 1
         return graph, result
 
     def capture_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[Pieces, T]:
@@ -156,7 +143,6 @@ class CudaGraphs(GraphBackend):
             with torch.cuda.stream(self._stream), pieces:
                 result = run(pieces.cut)
         self._first = self._first or pieces
-        self.num_graphs += pieces.count
         return pieces, result
 
     def _warm_up(self, run: Callable[[], object]) -> None:
@@ -183,10 +169,6 @@ class _CudaPieces:
     def __init__(self, pool: object) -> None:
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
-
-    @property
-    def count(self) -> int:
-        return len(self._graphs)
 
     def __enter__(self) -> None:
         self._begin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from draftwise.graphs.backend import Fence, GraphBackend
 from draftwise.graphs.buffers import Need, PassBuffers, PassSeats, Tables, at_rows
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.loop import Drafter
-from draftwise.graphs.pieces import PieceMemory, PiecewisePass, PiecewisePasses
+from draftwise.graphs.pieces import PieceMemory, PiecewisePass
 from draftwise.graphs.sizes import worth_filling
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel, SharedWeights
@@ -25,22 +25,6 @@ from draftwise.models.wrapped import WrappedDecoder
 from draftwise.types import ChainDraws, DraftedTree, StepInput, TargetOutput, TreeDraws
 
 logger = logging.getLogger("draftwise")
-
-
-@dataclass(frozen=True, slots=True)
-class _Results:
-    """Results of passes, one set for all graphs, because a graph's own results could not be shared."""
-
-    hidden: Tensor  # [rows of the largest pass, H]
-    captured: dict[int, Tensor]  # layer -> the same shape
-    logits: Tensor  # [rows of the largest whole pass, V] float32
-
-    def take(self, output: TargetOutput) -> None:
-        """Copy what a pass returned."""
-        rows = output.hidden.shape[0]
-        self.hidden[:rows].copy_(output.hidden)
-        for layer, x in output.captured.items():
-            self.captured[layer][:rows].copy_(x)
 
 
 class GraphedDecoder(WrappedDecoder):
@@ -62,10 +46,12 @@ class GraphedDecoder(WrappedDecoder):
         self.backend = backend
         """The backend that captured the passes."""
         self._passes: list[PassSeats] = []
-        self._pieces = PiecewisePasses()
+        self._pieces: list[PiecewisePass] = []
         self.loops = Loops([], [])
         """What was captured of it as a drafter."""
-        self._results: _Results
+        # results of passes, one set for all graphs, because a graph's own could not be shared
+        self._output: TargetOutput  # of the rows of the largest pass
+        self._logits: Tensor  # [rows of the largest whole pass, V] float32
         self._kv: KVStorage | None = None
         self._layers: tuple[int, ...] = ()
         self._filled: Fence | None = None  # the host's buffers may be written again
@@ -83,18 +69,17 @@ class GraphedDecoder(WrappedDecoder):
         assert kv.spare_slot is not None, "storage of a model that pads has a spare slot"
         self._kv, self._layers = kv, tuple(capture)
         self._passes.clear()
-        self._pieces, self.loops = PiecewisePasses(), Loops([], [])
+        self._pieces, self.loops = [], Loops([], [])
         if not self.captures.count:
             return
-        backend, size, captures = self.backend, self._block_size, self.captures
-        tables = Tables(captures.max_requests, captures.max_keys, size, kv.spare_slot, backend)
+        backend, captures = self.backend, self.captures
+        reach = captures.max_requests, captures.max_keys
+        tables = Tables(*reach, self._block_size, kv.spare_slot, backend)
         whole = max((shape.size for shape in captures.passes), default=0)
-        hidden = (max(whole, *captures.pieces, 0), self.config.hidden_size)
-        results = self._results = _Results(
-            torch.zeros(hidden, dtype=self.dtype, device=backend.device),
-            {i: torch.zeros(hidden, dtype=self.dtype, device=backend.device) for i in self._layers},
-            torch.zeros((whole, self.config.vocab_size), dtype=torch.float32, device=backend.device),
-        )
+        size, device = (max(whole, *captures.pieces, 0), self.config.hidden_size), backend.device
+        hidden, *others = torch.zeros((1 + len(self._layers), *size), dtype=self.dtype, device=device)
+        self._output = TargetOutput(hidden, dict(zip(self._layers, others, strict=True)))
+        self._logits = torch.zeros((whole, self.config.vocab_size), dtype=torch.float32, device=device)
         if max(captures.pieces, default=0) > whole:
             self._capture_pieces(kv.spare_slot)
         for shape in sorted(captures.passes, key=lambda s: (s.size, s.keys), reverse=True):
@@ -102,10 +87,9 @@ class GraphedDecoder(WrappedDecoder):
             for adapted in (False, True) if self._adapted is not None else (False,):
                 rows = PassBuffers(shape, tables, adapted=adapted)
                 graph, _ = backend.capture(partial(self._whole_pass, rows.batch))
-                output = TargetOutput(results.hidden, results.captured)
-                self._passes.append(PassSeats(rows, graph, output, results.logits, kv.pools))
+                self._passes.append(PassSeats(rows, graph, self._output, self._logits, kv.pools))
         self._passes.reverse()
-        if not self._pieces.count:
+        if not self._pieces:
             self._capture_pieces(kv.spare_slot)
         self.loops = capture_loops(captures, self._drafter(kv), tables)
         logger.info("captured %s", captures)
@@ -114,11 +98,9 @@ class GraphedDecoder(WrappedDecoder):
         if not self.captures.pieces:
             return
         memory = PieceMemory(max(self.captures.pieces), self.backend)
-        passes: list[PiecewisePass] = []
         for count in sorted(self.captures.pieces, reverse=True):
-            passes.append(PiecewisePass(count, memory, self._block_size, spare_slot))
-            passes[-1].capture(self._rows_alone, self.backend)
-        self._pieces = PiecewisePasses(passes)
+            self._pieces.insert(0, PiecewisePass(count, memory, self._block_size, spare_slot))
+            self._pieces[0].capture(self._rows_alone, self.backend)
 
     def forward_logits(
         self, batch: StepInput, kv: KVStorage, rows: Sequence[int] | None = None, capture: Sequence[int] = ()
@@ -136,15 +118,15 @@ class GraphedDecoder(WrappedDecoder):
         self.num_replays += 1
         total = len(place)
         first = total == 0 or int(place[-1]) == total - 1  # no gaps before the last row
-        index, results = found.rows.place, self._results
+        index, kept, logits = found.rows.place, self._output, self._logits
         output = TargetOutput(
-            at_rows(results.hidden, total, index, first),
-            {layer: at_rows(results.captured[layer], total, index, first) for layer in capture},
+            at_rows(kept.hidden, total, index, first),
+            {layer: at_rows(kept.captured[layer], total, index, first) for layer in capture},
         )
         if picked is None:
             # not copied: they are large, and read before the next pass
-            return output, results.logits[:total] if first else results.logits.index_select(0, index[:total])
-        return output, results.logits.index_select(0, found.rows.picks[: len(picked)])
+            return output, logits[:total] if first else logits.index_select(0, index[:total])
+        return output, logits.index_select(0, found.rows.picks[: len(picked)])
 
     def _in_pieces(
         self, found: PiecewisePass, batch: StepInput, rows: Sequence[int] | None, capture: Sequence[int]
@@ -154,10 +136,10 @@ class GraphedDecoder(WrappedDecoder):
         self._filled = self.backend.fence()
         found.replay(batch)
         self.num_piecewise += 1
-        total, results = batch.token_ids.shape[0], self._results
-        hidden = results.hidden[:total]
+        total = batch.token_ids.shape[0]
+        hidden = self._output.hidden[:total]
         # copied: the next pass writes over them
-        captured = {layer: results.captured[layer][:total].clone() for layer in capture}
+        captured = {layer: self._output.captured[layer][:total].clone() for layer in capture}
         output = TargetOutput(hidden.clone(), captured)
         if picks is not None:
             hidden = hidden.index_select(0, picks)
@@ -231,7 +213,8 @@ class GraphedDecoder(WrappedDecoder):
         whole = next((p for p in self._passes if p.rows.adapted == adapted and p.rows.fits(need)), None)
         if adapted:
             return whole
-        pieces = self._pieces.of(batch.token_ids.shape[0])
+        total = batch.token_ids.shape[0]
+        pieces = next((p for p in self._pieces if p.rows >= total > 0), None)
         if whole is None or pieces is None:
             return whole or pieces
         return whole if worth_filling(whole.rows.shape.size, pieces.rows) else pieces
@@ -252,14 +235,21 @@ class GraphedDecoder(WrappedDecoder):
         assert self._kv is not None
         batch.attention.cache.clear()  # what was prepared in another run would not be prepared again in a replay
         output, logits = self.inner.forward_logits(batch, self._kv, None, self._layers)
-        self._results.take(output)
-        self._results.logits[: logits.shape[0]].copy_(logits)
+        self._take(output)
+        self._logits[: logits.shape[0]].copy_(logits)
         batch.attention.cache.clear()  # its memory is free for the next graph
 
     def _rows_alone(self, batch: StepInput) -> None:
         """A pass without logits, and where ``batch`` says so, without attention."""
         assert self._kv is not None
-        self._results.take(self.inner.forward(batch, self._kv, self._layers))
+        self._take(self.inner.forward(batch, self._kv, self._layers))
+
+    def _take(self, output: TargetOutput) -> None:
+        """Copy what a pass returned."""
+        rows = output.hidden.shape[0]
+        self._output.hidden[:rows].copy_(output.hidden)
+        for layer, x in output.captured.items():
+            self._output.captured[layer][:rows].copy_(x)
 
     def _drafter(self, kv: KVStorage) -> Drafter:
         inner = self.inner  # not self, which holds the loops: they would keep each other alive

@@ -189,7 +189,9 @@ class DraftLoop(ABC):
                 for d, x in enumerate(given, 1)
             )
         self.seats = LoopSeats(
-            *parts[:3],
+            last=parts[0],
+            start=parts[1],
+            length=parts[2],
             scale=parts[3].view(torch.float64),
             noise=parts[4].view(requests, draws),
             depths=depths,

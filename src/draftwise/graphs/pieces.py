@@ -12,8 +12,7 @@ there.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -106,11 +105,6 @@ class PiecewisePass:
         )
         self._pieces: Pieces | None = None
 
-    @property
-    def count(self) -> int:
-        """Graphs."""
-        return 0 if self._pieces is None else self._pieces.count
-
     def capture(self, forward: Callable[[StepInput], None], backend: GraphBackend) -> None:
         """Capture what ``forward`` does with `batch`, with rows that only fill up."""
         self._tokens[:] = self._positions[:] = self._picks[:] = 0
@@ -149,22 +143,3 @@ class PiecewisePass:
     def _attend(self, attention: AttentionBatch, total: int, layer: int) -> None:
         attend, queries, out = self._noted.calls[layer]
         attend(queries[:total], attention, out[:total])
-
-
-class PiecewisePasses:
-    """All that are captured of a model, the smallest first."""
-
-    def __init__(self, passes: Sequence[PiecewisePass] = ()) -> None:
-        self._passes = sorted(passes, key=lambda p: p.rows)
-        self._rows = [p.rows for p in self._passes]
-
-    @property
-    def count(self) -> int:
-        """Graphs."""
-        return sum(p.count for p in self._passes)
-
-    def of(self, rows: int) -> PiecewisePass | None:
-        """The smallest one that has room for ``rows`` rows."""
-        if not 0 < rows <= (self._rows[-1] if self._rows else 0):
-            return None
-        return self._passes[bisect_left(self._rows, rows)]

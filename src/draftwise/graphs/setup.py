@@ -18,7 +18,7 @@ from draftwise.graphs.decoder import GraphedDecoder
 from draftwise.graphs.head import GraphedHead
 from draftwise.graphs.medusa import GraphedMedusa
 from draftwise.graphs.plans import TreePlan
-from draftwise.graphs.sizes import loop_shapes, pass_shapes, piece_rows
+from draftwise.graphs.sizes import key_limits, pass_shapes, piece_rows, request_counts
 from draftwise.models.base import DecoderModel
 from draftwise.models.heads.base import HeadModel
 from draftwise.models.heads.block import BlockHead
@@ -183,5 +183,6 @@ class GraphSetup:
             unseen = max(unseen if tree is None else tree.levels, self.unseen)
         rows = 1 + unseen + (steps - 1 if masked else 0)
         steps = steps if tree is None else 0
-        shapes = loop_shapes(rows=rows, max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len)
+        reach, counts = key_limits(self.max_model_len), request_counts(self.max_num_seqs)
+        shapes = tuple(Shape(count, rows, keys) for keys in reach for count in counts)
         return Captures((), shapes, steps, tree)

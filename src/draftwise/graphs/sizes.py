@@ -20,8 +20,7 @@ def request_counts(most: int) -> tuple[int, ...]:
 
     Example: 40 -> 1, 2, 4, 8, 16, 24, 32, 40. A batch is filled up to the next one.
     """
-    counts = [1, 2, 4]
-    step = 8
+    counts, step = [1, 2, 4], 8
     while counts[-1] + step < most:
         counts.append(counts[-1] + (4 if counts[-1] == 4 else step))
         if counts[-1] >= 4 * step:
@@ -94,12 +93,6 @@ def worth_filling(pass_rows: int, piece_rows: int) -> bool:
     128 x 6, or 192 in pieces.
     """
     return pass_rows <= 64 or 2 * pass_rows <= 3 * piece_rows
-
-
-def loop_shapes(*, rows: int, max_num_seqs: int, max_model_len: int) -> tuple[Shape, ...]:
-    """Draft loops whose first pass has up to ``rows`` rows of each request."""
-    reach = key_limits(max_model_len)
-    return tuple(Shape(count, rows, keys) for keys in reach for count in request_counts(max_num_seqs))
 
 
 def key_limits(max_model_len: int) -> tuple[int, ...]:

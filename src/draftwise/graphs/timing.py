@@ -38,45 +38,32 @@ def pass_times(
     found: list[PassTime] = []
     longest = model.config.max_model_len - max(widths, default=1)
     contexts = sorted({min(context, longest) for context in _CONTEXTS}) if longest > 0 else []
+
+    def seconds_of(requests: int, rows: int, context: int) -> float | None:
+        """Of one pass; None: no captured pass is so long."""
+        blocks = -(-(context + rows) // kv.block_size)
+        if blocks > num_blocks:
+            return None
+        tables = np.arange(requests * blocks, dtype=np.int32).reshape(requests, blocks) % num_blocks
+        inputs = [RowInput(np.zeros(rows, np.int32), context, table) for table in tables]
+        replay = model.replay_of(build_step_input(inputs, kv.block_size, model.inputs_on), kv)
+        if replay is None:
+            return None
+        replay()
+        model.backend.fence().synchronize()
+        begun = clock()
+        for _ in range(_REPLAYS):
+            replay()
+        model.backend.fence().synchronize()
+        return (clock() - begun) / _REPLAYS
+
     for requests in sorted({n for n, _ in shapes if n & (n - 1) == 0}):
         for context in contexts:
             before = 0
             for width in widths:
-                seconds = None
-                if (requests, width) in shapes:
-                    seconds = _time(model, kv, num_blocks, requests, width, context, clock)
+                seconds = seconds_of(requests, width, context) if (requests, width) in shapes else None
                 if seconds is not None:
                     each = range(before + 1, width + 1)
                     found += [PassTime(requests, requests * n, context, seconds) for n in each]
                     before = width
     return found
-
-
-def _time(
-    model: GraphedDecoder,
-    kv: KVStorage,
-    num_blocks: int,
-    requests: int,
-    rows: int,
-    context: int,
-    clock: Callable[[], float],
-) -> float | None:
-    """Seconds of one pass; None: no captured pass is so long."""
-    blocks = -(-(context + rows) // kv.block_size)
-    if blocks > num_blocks:
-        return None
-    tables = np.arange(requests * blocks, dtype=np.int32).reshape(requests, blocks) % num_blocks
-    tokens = np.zeros(rows, np.int32)
-    batch = build_step_input(
-        [RowInput(tokens, context, table) for table in tables], kv.block_size, model.inputs_on
-    )
-    replay = model.replay_of(batch, kv)
-    if replay is None:
-        return None
-    replay()
-    model.backend.fence().synchronize()
-    begun = clock()
-    for _ in range(_REPLAYS):
-        replay()
-    model.backend.fence().synchronize()
-    return (clock() - begun) / _REPLAYS

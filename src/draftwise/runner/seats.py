@@ -407,7 +407,9 @@ class Seats:
             words = answer[seat]
             if self._rows.get(row.rid) is not row or member.failed or not words[at.RAN]:
                 continue
-            report_np = flight.landing.report[seat] if LOGPROBS in member.way.shaped else None
+            report_np = flight.landing.report_np
+            if report_np is not None:
+                report_np = report_np[seat] if LOGPROBS in member.way.shaped else None
             drafts = self._steps.memory.drafts
             flight.rows.append(record(member, words, drafts, report_np, self._seating, self._drafting))
         flight.landed = True

@@ -14,7 +14,6 @@ from draftwise.kernels.triton.verify import (
     DraftFields,
     draft_table,
     keep_typical,
-    new_walk,
     reject_chains,
     reject_trees,
     walk_trees,
@@ -55,27 +54,26 @@ class TritonRules(BatchRules):
         joined = joined.to(logits.device, non_blocking=True)
         nodes = max(len(f.tokens) for f in fields)
         table, roots, every = torch.split(joined, [table_np.size, len(roots_np), len(members_np)])
-        batch = DraftBatch(table.view(table_np.shape), nodes)
+        batch = DraftBatch.of(table.view(table_np.shape), nodes)
         order = torch.split(every.to(torch.int32), [len(group) for group in groups.values()])
-        walk = new_walk(batch)
         p = logits.softmax(dim=-1) if groups.keys() - {"greedy", "coupled"} else logits
         for name, members in zip(groups, order, strict=True):
             if name in ("greedy", "coupled"):
-                walk_trees(logits, batch, members, walk, coupled=name == "coupled")
+                walk_trees(logits, batch, members, coupled=name == "coupled")
             elif name == "tree":
-                reject_trees(p, batch, members, walk)
+                reject_trees(p, batch, members)
             elif name in ("typical", "typical_sampled"):
-                keep_typical(logits, p, batch, members, walk, sampled=name != "typical")
+                keep_typical(logits, p, batch, members, sampled=name != "typical")
             else:
-                reject_chains(p, batch, members, walk, block=name == "block")
+                reject_chains(p, batch, members, block=name == "block")
         if stored is not None and not all(request.proposal.is_chain for request in requests):
             slots = stored.slots.to(
                 logits.device, non_blocking=True
             )  # of captured passes they lie on the host
             for pool in stored.storage.pools:
-                compact_paths(pool, slots, roots, walk)
+                compact_paths(pool, slots, roots, batch.walk)
         results = []
-        for row in walk.packed.tolist():
+        for row in batch.walk.packed.tolist():
             length = row[0]
             first = 1 + nodes
             results.append(Verification(tuple(row[1 : 1 + length]), tuple(row[first : first + length + 1])))

@@ -37,7 +37,7 @@ class SeatVerification:
         device = memory.device
         width = FIELDS + 3 * memory.drafts
         table = torch.zeros((memory.seats + 1, width), dtype=torch.int64, device=device)
-        self.batch = DraftBatch(table, memory.drafts)
+        self.batch = DraftBatch(table, memory.walk)
         self.rates = torch.tensor(rates or (0.0,), dtype=torch.float64, device=device)
         self.sources = torch.zeros((num_sources + 1, 3), dtype=torch.int64, device=device)
 
@@ -52,27 +52,16 @@ def begin(memory: SeatMemory, batch: StepInput, spare_slot: int, verification: S
     """As `.rows.begin`; besides, the table of drafts is made."""
     from draftwise.kernels.triton.device import seats as device
 
-    static = static_of(batch)
-    device.begin_rows[(static.context.shape[0],)](
-        memory.state,
-        memory.told,
-        memory.now,
-        memory.tables,
-        batch.token_ids,
-        batch.positions,
-        batch.slots,
-        static.context,
-        static.is_tree,
-        static.ancestors,
-        memory.forms,
-        verification.batch.table,
-        verification.sources,
-        memory.told.stride(0),
-        memory.tables.shape[1],
-        spare_slot,
-        memory.drafts,
-        memory.shared_forms,
-        static.rows,
+    static, tables = static_of(batch), memory.tables
+    given = (memory.state, memory.told, memory.now, tables, batch.token_ids, batch.positions, batch.slots)
+    made = (static.context, static.is_tree, static.ancestors)
+    known = (memory.forms, verification.batch.table, verification.sources, memory.told.stride(0))
+    sizes = (tables.shape[1], spare_slot, memory.drafts, memory.shared_forms, static.rows)
+    device.begin_rows[(len(static.context),)](
+        *given,
+        *made,
+        *known,
+        *sizes,
         FRESH=memory.pages,
         FRESH_PAD=power_of_two(memory.pages),
         PAGE=memory.block_size,
@@ -83,7 +72,7 @@ def begin(memory: SeatMemory, batch: StepInput, spare_slot: int, verification: S
 
 def verify(memory: SeatMemory, scores: Tensor, step: Deciding, verification: SeatVerification) -> None:
     """As `.rules.verify`. ``scores`` [R * N, V] float32 are consumed."""
-    batch, walk, count = verification.batch, memory.walk, step.requests
+    batch, count = verification.batch, step.requests
     p: Tensor | None = None
     if not {"greedy", "coupled", "synthetic"}.issuperset(step.rules):
         p = scores.softmax(-1)
@@ -91,20 +80,20 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, verification: Sea
         mine = memory.state[:count, RULE] == RULES.index(rule)
         members = _members(memory, mine)
         if rule in ("greedy", "coupled"):
-            rules.walk_trees(scores, batch, members, walk, coupled=rule == "coupled")
+            rules.walk_trees(scores, batch, members, coupled=rule == "coupled")
         elif rule in ("synthetic", "synthetic_sampled"):
             sampled = p if rule != "synthetic" else None
-            rules.keep_at_rates(scores, batch, members, walk, verification.rates, sampled)
+            rules.keep_at_rates(scores, batch, members, verification.rates, sampled)
         elif rule in ("typical", "typical_sampled"):
             assert p is not None
-            rules.keep_typical(scores, p, batch, members, walk, sampled=rule != "typical")
+            rules.keep_typical(scores, p, batch, members, sampled=rule != "typical")
         else:
             assert p is not None
             if step.trees:
                 branched = memory.branched(count)
                 members = _members(memory, mine & ~branched)
-                rules.reject_trees(p, batch, _members(memory, mine & branched), walk)
-            rules.reject_chains(p, batch, members, walk, block=rule == "block")
+                rules.reject_trees(p, batch, _members(memory, mine & branched))
+            rules.reject_chains(p, batch, members, block=rule == "block")
 
 
 def _members(memory: SeatMemory, mine: Tensor) -> Tensor:
@@ -116,62 +105,34 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     """As `.rows.advance`."""
     from draftwise.kernels.triton.device import seats as device
 
-    nothing = memory.now  # where there is no drafter, nothing is written to it
-    first = [nothing] * 13
-    ends = nothing
-    num_pages = draws = rows = levels = number = max_len = spare_slot = spare_block = 0
-    source = drafter = kind = 0
+    given = [memory.now] * 14  # where there is no drafter, nothing is written to these
+    sizes, rows, flags = [0] * 8, 0, {"DRAFTER": 0, "TREE": 0, "KIND": 0}
     if loop is not None:
-        seats, batch = loop.seats, loop.batch
-        static = static_of(batch)
-        first = [
-            static.tables,
-            batch.token_ids,
-            batch.positions,
-            batch.slots,
-            static.context,
-            static.first_key,
-            seats.last,
-            seats.start,
-            seats.length,
-            seats.noise,
-            seats.depths,
-            seats.nodes,
-            seats.reach,
-        ]
-        num_pages = static.tables.shape[1]
-        draws, rows, levels = seats.noise.shape[1], static.rows, len(seats.reach) - 1
+        seats, batch, static = loop.seats, loop.batch, static_of(loop.batch)
+        rows = static.rows
         assert seats.noise.is_contiguous()
-        number, max_len, spare_slot = loop.number, loop.max_len, loop.spare_slot
-        spare_block, source = loop.spare_block, loop.source
-        drafter, kind = 1 + loop.head, _KINDS[loop.kind]
-        ends = nothing if loop.ends is None else loop.ends
+        given = [static.tables, batch.token_ids, batch.positions, batch.slots, static.context]
+        given += [static.first_key, seats.last, seats.start, seats.length, seats.noise, seats.depths]
+        given += [seats.nodes, seats.reach, memory.now if loop.ends is None else loop.ends]
+        sizes = [static.tables.shape[1], seats.noise.shape[1], len(seats.reach) - 1, loop.number]
+        sizes += [loop.max_len, loop.spare_slot, loop.spare_block, loop.source]
+        flags = {"DRAFTER": 1 + loop.head, "TREE": SHAPES.index(loop.shape), "KIND": _KINDS[loop.kind]}
     device.advance_rows[(count,)](
-        memory.state,
-        memory.told,
-        memory.now,
-        memory.walk.packed,
-        memory.answer,
-        *first,
-        ends,
-        memory.told.stride(0),
-        num_pages,
-        draws,
-        memory.drafts,
-        levels,
-        number,
-        max_len,
-        spare_slot,
-        spare_block,
-        source,
-        DRAFTER=drafter,
-        TREE=0 if loop is None else SHAPES.index(loop.shape),
-        KIND=kind,
+        *_words(memory),
+        *given,
+        *sizes,
+        **flags,
         ROWS=rows,
         PAGE=memory.block_size,
         BLOCK=power_of_two(max(memory.drafts + 1, rows)),
         **LAUNCH,
     )
+
+
+def _words(memory: SeatMemory) -> tuple[Tensor | int, ...]:
+    """What kernels behind verification are given first."""
+    walk = memory.walk.packed
+    return memory.state, memory.told, memory.now, walk, memory.answer, memory.told.stride(0), memory.drafts
 
 
 def compact(memory: SeatMemory, count: int, width: int, slots: Tensor, pools: Sequence[Tensor]) -> None:
@@ -186,22 +147,11 @@ def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
     from draftwise.kernels.triton.device import seats as device
 
     drafted, form = loop.seats.tokens, loop.seats.form
+    assert drafted.is_contiguous()
+    steps, kept = drafted.shape[1], drafted if form is None else form
+    flags = {"DYNAMIC": form is not None, "BLOCK": power_of_two(steps + 1)}
     device.keep_drafts[(count,)](
-        drafted,
-        drafted if form is None else form,
-        memory.state,
-        memory.told,
-        memory.now,
-        memory.answer,
-        memory.own_forms,
-        drafted.stride(0),
-        memory.told.stride(0),
-        memory.drafts,
-        drafted.shape[1],
-        loop.number,
-        DYNAMIC=form is not None,
-        BLOCK=power_of_two(drafted.shape[1] + 1),
-        **LAUNCH,
+        *_words(memory), drafted, kept, memory.own_forms, steps, loop.number, **flags, **LAUNCH
     )
 
 
@@ -209,28 +159,13 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     """As `.lookup.look_up`."""
     from draftwise.kernels.triton.device import lookup as device
 
-    text, past = memory.text, memory.past
-    slope, height = look.line
+    text, past, paths = memory.text, memory.past, memory.paths
+    texts = (text, past if look.past else text, paths, text.stride(0), len(past))
+    asked = (look.steps, number, look.longest, look.shortest, *look.line, look.least or 0.0)
     device.look_up[(count,)](
-        memory.state,
-        memory.told,
-        memory.now,
-        memory.walk.packed,
-        memory.answer,
-        text,
-        past if look.past else text,
-        memory.paths,
-        memory.told.stride(0),
-        text.stride(0),
-        len(past),
-        memory.drafts,
-        look.steps,
-        number,
-        look.longest,
-        look.shortest,
-        slope,
-        height,
-        look.least or 0.0,
+        *_words(memory),
+        *texts,
+        *asked,
         PAST=look.past,
         CUT=look.least is not None,
         JOINS=look.joins,
@@ -240,13 +175,5 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     )
     if look.joins:
         device.join_found[(count,)](
-            memory.state,
-            memory.told,
-            memory.answer,
-            memory.own_forms,
-            memory.paths,
-            memory.told.stride(0),
-            memory.drafts,
-            BLOCK=power_of_two(memory.drafts),
-            **LAUNCH,
+            *_words(memory), memory.own_forms, paths, BLOCK=power_of_two(memory.drafts), **LAUNCH
         )

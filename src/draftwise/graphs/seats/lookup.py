@@ -12,19 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwise.graphs.seats.memory import (
-    ANSWER,
-    ANSWERED_WAITING,
-    BUDGET,
-    KNOWN,
-    LIMIT,
-    LOOK,
-    RAN,
-    SOURCE,
-    STORED,
-    WAITING,
-    SeatMemory,
-)
+from draftwise.graphs.seats import memory as at
+from draftwise.graphs.seats.memory import SeatMemory
 
 
 class LookUp(NamedTuple):
@@ -85,19 +74,18 @@ def find(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     A text 5 6 5 6 goes on with itself: 5 6 stood at 0..1, 5 6 followed, and the copy of 5 behind it.
     """
     state, told, drafts = memory.state[:count], memory.told[:count], memory.drafts
-    mine = (memory.now[:count, 0] > 0) & (told[:, LOOK] == number)
+    mine = (memory.now[:count, 0] > 0) & (told[:, at.LOOK] == number)
     text = memory.text[:count]
     spare = text.shape[1] - 1  # a column that nobody reads
-    known = state[:, KNOWN]
+    known = state[:, at.KNOWN]
     accepted = memory.walk.accepted[:count].long()
     row = torch.arange(drafts + 1, device=state.device)
     real = mine[:, None] & (row <= accepted[:, None])
-    at = (known - 1 - accepted)[:, None] + row
-    text.scatter_(1, torch.where(real, at, spare), memory.walk.tokens[:count])
+    places = (known - 1 - accepted)[:, None] + row
+    text.scatter_(1, torch.where(real, places, spare), memory.walk.tokens[:count])
     back = known[:, None] - 1 - torch.arange(look.longest, device=state.device)
-    ends = torch.where(
-        back >= 0, text.gather(1, back.clamp(min=0)), -2
-    )  # the last token, the one before it, ...
+    # the last token, the one before it, ...
+    ends = torch.where(back >= 0, text.gather(1, back.clamp(min=0)), -2)
     found = _search(text[:, :spare], known * mine - 1, known, ends, look.shortest)
     draft = row[:drafts]
     start = found.last + 1
@@ -107,12 +95,12 @@ def find(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
         size = torch.full_like(known, past.shape[1])
         other = _search(past, size * mine, size, ends, look.shortest)
         better = other.best > found.best
-        at = other.last[:, None] + 1 + draft
-        theirs = torch.where(at < past.shape[1], past.gather(1, at.clamp(max=past.shape[1] - 1)), -1)
+        behind = other.last[:, None] + 1 + draft
+        theirs = torch.where(behind < past.shape[1], past.gather(1, behind.clamp(max=past.shape[1] - 1)), -1)
         tokens = torch.where(better[:, None], theirs, tokens)
     slope, height = look.line
     allowed = (found.best.float() * slope + height).floor().long()
-    wanted = torch.minimum(told[:, BUDGET], told[:, LIMIT] - known - 1).clamp(0, look.steps)
+    wanted = torch.minimum(told[:, at.BUDGET], told[:, at.LIMIT] - known - 1).clamp(0, look.steps)
     if look.past:
         longer = (other.best.float() * slope + height).floor().long()
         allowed = torch.where(better, longer, allowed)
@@ -131,14 +119,14 @@ def find(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
         return
     takes, answer = mine & (wanted > 0), memory.answer[:count]
     for column, value in (
-        (state[:, WAITING], wanted),
-        (state[:, STORED], 0),
-        (state[:, SOURCE], 0),
-        (answer[:, RAN], 2),
-        (answer[:, ANSWERED_WAITING], wanted),
+        (state[:, at.WAITING], wanted),
+        (state[:, at.STORED], 0),
+        (state[:, at.SOURCE], 0),
+        (answer[:, at.RAN], 2),
+        (answer[:, at.ANSWERED_WAITING], wanted),
     ):
         column.copy_(torch.where(takes, value, column))
-    first = ANSWER + drafts + 1
+    first = at.ANSWER + drafts + 1
     told_back = answer[:, first : first + drafts]
     for place in (memory.waiting_drafts[:count], told_back):
         place.copy_(torch.where(takes[:, None] & (draft < wanted[:, None]), tokens.long(), place))
@@ -153,9 +141,9 @@ def join_found(memory: SeatMemory, count: int) -> None:
     state, answer, drafts = memory.state[:count], memory.answer[:count], memory.drafts
     form, nodes = memory.own_forms[:count], memory.waiting_drafts[:count]
     lengths, found = memory.paths[:count, 0], memory.paths[:count, 1:]
-    total = memory.told[:count, BUDGET].clamp(max=drafts)
-    size = torch.minimum(state[:, WAITING], total - torch.minimum(lengths, total // 2))
-    size = torch.where(lengths > 0, size, state[:, WAITING])
+    total = memory.told[:count, at.BUDGET].clamp(max=drafts)
+    size = torch.minimum(state[:, at.WAITING], total - torch.minimum(lengths, total // 2))
+    size = torch.where(lengths > 0, size, state[:, at.WAITING])
     kept, place = size.clone(), memory.draft_places
     row, on = torch.zeros_like(size), lengths > 0
     for i in range(drafts):
@@ -172,14 +160,14 @@ def join_found(memory: SeatMemory, count: int) -> None:
         on = on & ((hit < drafts) | adds)
         row = torch.where(on, torch.where(hit < drafts, hit, size) + 1, row)
         size = size + adds
-    state[:, WAITING].copy_(size)
-    answer[:, RAN].copy_(torch.where(size > kept, 2, answer[:, RAN]))
-    said = answer[:, ANSWERED_WAITING]
+    state[:, at.WAITING].copy_(size)
+    answer[:, at.RAN].copy_(torch.where(size > kept, 2, answer[:, at.RAN]))
+    said = answer[:, at.ANSWERED_WAITING]
     said.copy_(torch.where(lengths > 0, size, said))
     real = (lengths > 0)[:, None] & (place < size[:, None])
-    first = ANSWER + drafts + 1
-    for at, value in ((first, nodes), (first + 2 * drafts, form[:, 2, 1:])):
-        told_back = answer[:, at : at + drafts]
+    first = at.ANSWER + drafts + 1
+    for begin, value in ((first, nodes), (first + 2 * drafts, form[:, 2, 1:])):
+        told_back = answer[:, begin : begin + drafts]
         told_back.copy_(torch.where(real, value, told_back))
 
 
@@ -210,8 +198,8 @@ def _frequent(found: _Places, drafts: Tensor, least: float) -> Tensor:
     enough = (alive.sum(1).float() * least).clamp(min=1.0)
     kept = torch.zeros_like(found.best)
     for i in range(drafts.shape[1]):
-        at = place + 1 + i
-        following = found.tokens[:, at.clamp(max=size - 1)]
-        alive = alive & (at < found.filled[:, None]) & (following == drafts[:, i : i + 1])
+        behind = place + 1 + i
+        following = found.tokens[:, behind.clamp(max=size - 1)]
+        alive = alive & (behind < found.filled[:, None]) & (following == drafts[:, i : i + 1])
         kept += (kept == i) & (alive.sum(1).float() >= enough)
     return kept

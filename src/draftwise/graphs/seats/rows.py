@@ -14,30 +14,8 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.loop import LoopKind, LoopSeats
-from draftwise.graphs.seats.memory import (
-    ACCEPTED,
-    ANSWER,
-    ANSWERED_FED,
-    ANSWERED_KNOWN,
-    ANSWERED_WAITING,
-    BUDGET,
-    FED,
-    FIRST_KEY,
-    KNOWN,
-    LIMIT,
-    LOOP,
-    NODES,
-    RAN,
-    ROOT,
-    SAMPLE,
-    SEED,
-    SOURCE,
-    STORED,
-    TOLD,
-    VERIFIED,
-    WAITING,
-    SeatMemory,
-)
+from draftwise.graphs.seats import memory as at
+from draftwise.graphs.seats.memory import SeatMemory
 from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.noise import device_keys, uniforms_of_keys
 from draftwise.types import StaticRows, StepInput
@@ -82,19 +60,20 @@ def begin(memory: SeatMemory, batch: StepInput, spare_slot: int) -> None:
     static = static_of(batch)
     count, width = static.context.shape[0], static.rows
     state, told = memory.state[:count], memory.told[:count]
-    pages, blocks = told[:, TOLD : TOLD + memory.pages], told[:, TOLD + memory.pages :].to(torch.int32)
-    live = state[:, KNOWN] < told[:, LIMIT]
+    pages = told[:, at.TOLD : at.TOLD + memory.pages]
+    blocks = told[:, at.TOLD + memory.pages :].to(torch.int32)
+    live = state[:, at.KNOWN] < told[:, at.LIMIT]
     # seats that take no part: the block that stands there is written again
     table = memory.tables[:count]
     table.scatter_(1, pages, torch.where(live[:, None], blocks, table.gather(1, pages)))
-    known = state[:, KNOWN]
+    known = state[:, at.KNOWN]
     forms = memory.forms_of(count)[..., :width]
-    nodes = torch.minimum(told[:, NODES], state[:, WAITING]).clamp(max=width - 1) * live
+    nodes = torch.minimum(told[:, at.NODES], state[:, at.WAITING]).clamp(max=width - 1) * live
     memory.now[:count, 0].copy_(live)
     memory.now[:count, 1].copy_(nodes)
     row = torch.arange(width, device=state.device)
     real = live[:, None] & (row <= nodes[:, None])
-    tokens = torch.cat((state[:, ROOT : ROOT + 1], memory.waiting_drafts[:count, : width - 1]), dim=1)
+    tokens = torch.cat((state[:, at.ROOT : at.ROOT + 1], memory.waiting_drafts[:count, : width - 1]), dim=1)
     keys = known[:, None] - 1 + row
     _put(batch, memory, tokens, keys, known[:, None] - 1 + forms[:, 0], real, table, spare_slot)
     static.ancestors.view(keys.shape).copy_(torch.where(real, forms[:, 1], 1))
@@ -114,22 +93,22 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
     rows are tokens 5 and 8 at keys 10 and 11; a draft model, which has stored 5 and 6, reads 8 at key 11.
     """
     state, told, drafts, now = memory.state[:count], memory.told[:count], memory.drafts, memory.now[:count]
-    mine = told[:, LOOP] == (0 if loop is None else loop.number)
+    mine = told[:, at.LOOP] == (0 if loop is None else loop.number)
     live = now[:, 0].bool() & mine
-    known, old_root = state[:, KNOWN].clone(), state[:, ROOT].clone()
+    known, old_root = state[:, at.KNOWN].clone(), state[:, at.ROOT].clone()
     accepted = memory.walk.accepted[:count].long() * live
     tokens = memory.walk.tokens[:count].long()  # [R, K + 1]; those behind the last one mean nothing
     last = tokens.gather(1, accepted[:, None]).squeeze(1)
     after = known + (accepted + 1) * live
     root = torch.where(live, last.clamp(min=0), old_root)  # -1: no token could be drawn, the request fails
     wanted = torch.zeros_like(after)
-    fed = state[:, FED].clone()
+    fed = state[:, at.FED].clone()
     if loop is not None:
         seats, batch = loop.seats, loop.batch
-        levels = torch.minimum(told[:, LIMIT] - after - 1, loop.max_len - after + 1)
+        levels = torch.minimum(told[:, at.LIMIT] - after - 1, loop.max_len - after + 1)
         levels = levels.clamp(0, len(seats.reach) - 1)
         reach = seats.reach[levels]
-        wanted = torch.minimum(told[:, BUDGET], reach).clamp(min=0) * live
+        wanted = torch.minimum(told[:, at.BUDGET], reach).clamp(min=0) * live
         drafts_on = wanted > 0
         static = static_of(batch)
         width = static.rows
@@ -139,7 +118,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
                 _ends(memory, known, accepted, live, loop)
             fed = torch.where(live & (fed == known), after - (~drafts_on).long(), fed)
         else:
-            fed = fed + torch.minimum(accepted, state[:, STORED]) * live
+            fed = fed + torch.minimum(accepted, state[:, at.STORED]) * live
             # one row: of a drafter that has no storage
             first = after - 1 if width == 1 else torch.minimum(fed, after - 1)
             count_of = (after - first) * drafts_on
@@ -154,7 +133,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         real = live[:, None] & (row < (count_of + masks)[:, None])
         _put(batch, memory, rows, keys, keys - int(loop.head), real, static.tables, loop.spare_slot)
         # rows that fill up must see some key: of nothing no distribution can be made
-        first_key = state[:, FIRST_KEY]
+        first_key = state[:, at.FIRST_KEY]
         static.first_key.copy_(first_key)
         static.context.copy_(torch.where(live & (count_of > 0), first, first_key))
         slot = torch.arange(len(after), device=state.device)
@@ -162,40 +141,42 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         seats.start.copy_(torch.where(drafts_on, after, first_key))
         seats.length.copy_(reach * drafts_on if loop.shape == "dynamic" else wanted)
         _noise(memory, loop, after)
-    state[:, KNOWN].copy_(after)
-    state[:, ROOT].copy_(root)
-    state[:, WAITING].copy_(torch.where(live, wanted, state[:, WAITING]))
-    state[:, FED].copy_(fed)
+    state[:, at.KNOWN].copy_(after)
+    state[:, at.ROOT].copy_(root)
+    state[:, at.WAITING].copy_(torch.where(live, wanted, state[:, at.WAITING]))
+    state[:, at.FED].copy_(fed)
     chain = loop is None or loop.shape == "chain"
     stored = (wanted - 1).clamp(min=0) if chain else torch.zeros_like(wanted)
-    state[:, STORED].copy_(torch.where(live, stored, state[:, STORED]))
+    state[:, at.STORED].copy_(torch.where(live, stored, state[:, at.STORED]))
     source = 0 if loop is None else loop.source
-    state[:, SOURCE].copy_(torch.where(live, source, state[:, SOURCE]))
+    state[:, at.SOURCE].copy_(torch.where(live, source, state[:, at.SOURCE]))
     answer = memory.answer[:count]
     told_back = torch.stack((live.long(), now[:, 1], accepted, after, wanted, fed), dim=1)
     told_back = torch.cat((told_back, tokens), dim=1)
-    path = ANSWER + 2 * drafts + 1
+    path = at.ANSWER + 2 * drafts + 1
     paths = memory.walk.paths[:count].long()
     for columns, new in (
-        (answer[:, : ANSWER + drafts + 1], told_back),
+        (answer[:, : at.ANSWER + drafts + 1], told_back),
         (answer[:, path : path + drafts], paths),
     ):
         columns.copy_(torch.where(mine[:, None], new, columns))
 
 
-assert tuple(range(ANSWER)) == (RAN, VERIFIED, ACCEPTED, ANSWERED_KNOWN, ANSWERED_WAITING, ANSWERED_FED)
+_STACKED = at.RAN, at.VERIFIED, at.ACCEPTED, at.ANSWERED_KNOWN, at.ANSWERED_WAITING, at.ANSWERED_FED
+assert tuple(range(at.ANSWER)) == _STACKED
 
 
 def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
     """Keep what was drafted."""
     drafted, form = loop.seats.tokens, loop.seats.form
     steps, drafts, answer = drafted.shape[1], memory.drafts, memory.answer[:count]
-    at = ANSWER + drafts + 1
-    mine = (memory.now[:count, :1] > 0) & (memory.told[:count, LOOP : LOOP + 1] == loop.number)
-    for kept in (memory.waiting_drafts[:count, :steps], answer[:, at : at + steps]):
+    first = at.ANSWER + drafts + 1
+    mine = (memory.now[:count, :1] > 0) & (memory.told[:count, at.LOOP : at.LOOP + 1] == loop.number)
+    for kept in (memory.waiting_drafts[:count, :steps], answer[:, first : first + steps]):
         kept.copy_(torch.where(mine, drafted, kept))
     if form is not None:
-        kept, parents = memory.own_forms[:count, :3, 1 : steps + 1], answer[:, at + 2 * drafts :][:, :steps]
+        kept = memory.own_forms[:count, :3, 1 : steps + 1]
+        parents = answer[:, first + 2 * drafts :][:, :steps]
         kept.copy_(torch.where(mine[..., None], form[..., 1:], kept))
         parents.copy_(torch.where(mine, form[:, 2, 1:], parents))
 
@@ -268,7 +249,7 @@ def _noise(memory: SeatMemory, loop: LoopRows, after: Tensor) -> None:
     if loop.kind == "argmax":
         return
     count, noise = len(after), loop.seats.noise
-    seeds, samples = memory.state[:count, SEED, None], memory.state[:count, SAMPLE, None]
+    seeds, samples = memory.state[:count, at.SEED, None], memory.state[:count, at.SAMPLE, None]
     base = after[:, None]
     places, nodes = base + loop.seats.depths, loop.seats.nodes
     keys = device_keys(SHARED if loop.kind == "shared" else DRAFT, seeds, samples, places, nodes, base)

@@ -31,13 +31,21 @@ class Deciding:
     trees: bool = False
 
 
-class _Numbers:
-    """The uniforms of a step, by the keys of `verify.common`."""
+class _Step:
+    """The seats of a step: ``state`` [R, 18 + K], ``nodes`` [R] and ``drafts`` [R, N - 1] that are verified, and the
+    uniforms of its draws, by the keys of `verify.common`."""
 
-    def __init__(self, state: Tensor) -> None:
-        self.seeds = state[:, SEED, None]
-        self.samples = state[:, SAMPLE, None]
-        self.base = state[:, KNOWN, None]  # [R, 1]
+    def __init__(self, memory: SeatMemory, step: Deciding) -> None:
+        count = step.requests
+        self.state = memory.state[:count]
+        self.nodes = memory.now[:count, 1]
+        self.drafts = memory.waiting_drafts[:count, : step.rows - 1]
+        self.sources = self.state[:, SOURCE]
+        forms = memory.forms_of(count)[..., : step.rows]
+        self.depths, self.parents = forms[:, 0], forms[:, 2, 1:]  # of rows [R, N], and drafts [R, N - 1]
+        self.branched, self.q_rows = memory.branched(count), forms[:, 4, 1:]  # [R], [R, N - 1]
+        # [R, 1] each
+        self.seeds, self.samples, self.base = (self.state[:, i, None] for i in (SEED, SAMPLE, KNOWN))
 
     def accept(self, node: Tensor, depth: Tensor) -> Tensor:
         """``node``, ``depth`` [1, n] or [R, n] -> float64 [R, n]."""
@@ -53,22 +61,6 @@ class _Numbers:
         last = depth - 1 if node is None else node[:, None]
         keys = device_keys(RECOVER, self.seeds, self.samples, base + depth, last, base)
         return uniforms_of_keys(keys).squeeze(1)
-
-
-class _Step:
-    """The seats of a step: ``state`` [R, 18 + K], ``nodes`` [R] and ``drafts`` [R, N - 1] that are verified, and
-    ``numbers`` of its draws."""
-
-    def __init__(self, memory: SeatMemory, step: Deciding) -> None:
-        count = step.requests
-        self.state = memory.state[:count]
-        self.nodes = memory.now[:count, 1]
-        self.drafts = memory.waiting_drafts[:count, : step.rows - 1]
-        self.sources = self.state[:, SOURCE]
-        forms = memory.forms_of(count)[..., : step.rows]
-        self.depths, self.parents = forms[:, 0], forms[:, 2, 1:]  # of rows [R, N], and drafts [R, N - 1]
-        self.branched, self.q_rows = memory.branched(count), forms[:, 4, 1:]  # [R], [R, N - 1]
-        self.numbers = _Numbers(self.state)
 
 
 def verify(memory: SeatMemory, scores: Tensor, step: Deciding, counters: Tensor) -> None:
@@ -156,8 +148,8 @@ def _leading(passed: Tensor, nodes: Tensor) -> Tensor:
 
 def _shared_noise(now: _Step, counters: Tensor) -> Tensor:
     """[R, N, V]"""
-    numbers, depths = now.numbers, now.depths
-    keys = device_keys(SHARED, numbers.seeds, numbers.samples, numbers.base + depths, depths, depths)
+    depths = now.depths
+    keys = device_keys(SHARED, now.seeds, now.samples, now.base + depths, depths, depths)
     return gumbel_of_keys(keys.flatten(), counters).view(*depths.shape, -1)
 
 
@@ -165,8 +157,8 @@ def _synthetic(
     now: _Step, scores: Tensor, rates: Sequence[float], *, sampled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `_walk`: first children stay while u is below the rate of their depth; rates fall."""
-    numbers, path = now.numbers, torch.zeros_like(now.drafts)
-    u = numbers.accept(torch.full_like(numbers.base, -1), torch.zeros_like(numbers.base))  # [R, 1]
+    path = torch.zeros_like(now.drafts)
+    u = now.accept(torch.full_like(now.base, -1), torch.zeros_like(now.base))  # [R, 1]
     deepest = sum((u[:, 0] < rate).long() for rate in rates)
     kept, node = torch.zeros_like(now.nodes), torch.full_like(now.nodes, -1)
     for i in range(path.shape[1]):
@@ -185,9 +177,8 @@ def _typical(now: _Step, scores: Tensor, p: Tensor, *, sampled: bool) -> tuple[T
     above, path = now.parents + 1, torch.zeros_like(now.drafts)
     p_of = p.flatten(1).gather(1, above * p.shape[2] + now.drafts).double()
     passed = p_of > least.gather(1, above)
-    lengths = torch.zeros_like(
-        now.depths
-    )  # of paths down to each row, the root counted; 0: something was left out
+    # of paths down to each row, the root counted; 0: something was left out
+    lengths = torch.zeros_like(now.depths)
     lengths[:, 0].fill_(1)
     for i in range(path.shape[1]):
         over = lengths.gather(1, above[:, i : i + 1]).squeeze(1)
@@ -204,20 +195,20 @@ def _typical(now: _Step, scores: Tensor, p: Tensor, *, sampled: bool) -> tuple[T
 def _behind(now: _Step, p: Tensor, kept: Tensor, node: Tensor, sampled: bool) -> Tensor:
     """The token behind ``kept`` [R] drafts, of which ``node`` is the last: ``sampled`` from p [R, V], or its most
     likely one."""
-    return _pick(p, now.numbers.recover(kept, node)) if sampled else _best(p)
+    return _pick(p, now.recover(kept, node)) if sampled else _best(p)
 
 
 def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple[Tensor, Tensor]:
     """Rules ``rejection`` and ``block`` on chains. ``p`` [R, N, V]."""
-    numbers, nodes, tokens = now.numbers, now.nodes, now.drafts
+    nodes, tokens = now.nodes, now.drafts
     drafts = tokens.shape[1]
     if not drafts:
-        return torch.zeros_like(nodes), _pick(p[:, 0], numbers.recover(torch.zeros_like(nodes)))
+        return torch.zeros_like(nodes), _pick(p[:, 0], now.recover(torch.zeros_like(nodes)))
     q = _drawn_from(memory, now, p)
     p_of = p[:, :drafts].gather(2, tokens[..., None]).squeeze(2).double()  # [R, N - 1]
     q_of = q.gather(2, tokens[..., None]).squeeze(2).double()
     row = torch.arange(drafts, device=p.device)[None]
-    uniforms = numbers.accept(row, row + 1)
+    uniforms = now.accept(row, row + 1)
     scale = torch.ones_like(uniforms[:, :1])  # [R, 1]
     if block:
         kept, scales = _blocks(p, q, p_of, q_of, uniforms, nodes)
@@ -234,7 +225,7 @@ def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple
     rest = (whole * scale.float() - taken).clamp(min=0.0)
     # nothing left: p == q up to rounding, and p itself is drawn from
     use_rest = rejected[:, None] & (rest.sum(-1, keepdim=True) > 0.0)
-    return kept, _pick(torch.where(use_rest, rest, whole), numbers.recover(kept))
+    return kept, _pick(torch.where(use_rest, rest, whole), now.recover(kept))
 
 
 def _drawn_from(memory: SeatMemory, now: _Step, p: Tensor) -> Tensor:
@@ -254,17 +245,15 @@ def _rejected_trees(memory: SeatMemory, now: _Step, p: Tensor) -> tuple[Tensor, 
     A child of the node that was accepted last comes after it, and siblings stand in drawing order: so one look at each
     draft will do. Requests for which it is not the turn of a draft keep what they have.
     """
-    numbers, tokens, parents = now.numbers, now.drafts, now.parents
+    tokens, parents = now.drafts, now.parents
     count, drafts = tokens.shape
     q = _drawn_from(memory, now, p)
     sampled = (now.sources > 0)[:, None]
     path = torch.zeros_like(tokens)
     kept, node = torch.zeros_like(now.nodes), torch.full_like(now.nodes, -1)
     left, left_total = p[:, 0], torch.ones((count, 1), dtype=torch.float64, device=p.device)  # the rest of p
-    rest, rest_total = (
-        torch.zeros_like(left),
-        torch.ones_like(left_total),
-    )  # that of q, once a sibling was rejected
+    # that of q, once a sibling was rejected
+    rest, rest_total = torch.zeros_like(left), torch.ones_like(left_total)
     worn = torch.zeros_like(sampled)
     tried = torch.zeros_like(left)  # 1 at siblings that were rejected
     for i in range(drafts):
@@ -274,7 +263,7 @@ def _rejected_trees(memory: SeatMemory, now: _Step, p: Tensor) -> tuple[Tensor, 
         total = torch.where(worn & sampled, rest_total, 1.0)
         of_p = left.gather(1, token).double() / left_total
         of_q = torch.where(sampled, own.gather(1, token).double() / total, 1.0)
-        drawn = numbers.accept(torch.full_like(token, i), kept[:, None] + 1)
+        drawn = now.accept(torch.full_like(token, i), kept[:, None] + 1)
         accepted = turn & (drawn * of_q < of_p)
         rejected = turn & ~accepted
         # a point mass takes one token away, and leaves the sum as it is
@@ -297,7 +286,7 @@ def _rejected_trees(memory: SeatMemory, now: _Step, p: Tensor) -> tuple[Tensor, 
         left = torch.where(accepted, p[:, i + 1], left)
         left_total = torch.where(accepted, 1.0, left_total)
         tried, worn = torch.where(accepted, 0.0, tried), worn & ~accepted
-    return kept, _pick(left, numbers.recover(kept, node)), path
+    return kept, _pick(left, now.recover(kept, node)), path
 
 
 def _blocks(

@@ -16,16 +16,8 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.loop import DraftLoop
-from draftwise.graphs.seats.memory import (
-    FREQUENCY,
-    LOG_MIN_P,
-    PRESENCE,
-    REPETITION,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    SeatMemory,
-)
+from draftwise.graphs.seats import memory as at
+from draftwise.graphs.seats.memory import SeatMemory
 from draftwise.graphs.seats.rules import Deciding
 from draftwise.kernels.select import on_triton
 from draftwise.kernels.triton.inputs import EXCLUDED
@@ -89,9 +81,8 @@ class Shaping:
     def __init__(self, memory: SeatMemory) -> None:
         self._memory = memory
         self._bias: Tensor | None = None  # [S, V] float32
-        self._counts: Tensor | None = (
-            None  # [S, V] int32, committed output tokens; since the entry, without penalties
-        )
+        # [S, V] int32, committed output tokens; since the entry, without penalties
+        self._counts: Tensor | None = None
         self._seen: Tensor | None = None  # [S, V] uint8: tokens of the prompt, and of the output at the entry
         self._report: Tensor | None = None
         self._steering: set[int] = set()
@@ -182,9 +173,9 @@ class Shaping:
             assert self._bias is not None
             rows.add_(self._bias[: step.requests, None])
         if TEMPERED in wanted:
-            rows.div_(self._number(TEMPERATURE, step).float())
+            rows.div_(self._number(at.TEMPERATURE, step).float())
         if TRUNCATED in wanted:
-            floor = rows.amax(-1, keepdim=True) + self._number(LOG_MIN_P, step).float()
+            floor = rows.amax(-1, keepdim=True) + self._number(at.LOG_MIN_P, step).float()
             rows.masked_fill_(rows < floor, -math.inf)
             rows.masked_fill_(rows < self._floor(rows, step), -math.inf)
 
@@ -205,17 +196,17 @@ class Shaping:
             below = torch.where(is_tree, (form[:, 1] >> min(i + 1, 63)) & 1, (place > i).long())
             counts.scatter_add_(2, token, below.to(torch.int32)[..., None])
         step = Deciding(count, width, ())
-        factor = self._number(REPETITION, step).float()
+        factor = self._number(at.REPETITION, step).float()
         seen = (self._seen[:count, None] > 0) | (counts > 0)
         rows.copy_(torch.where(seen, torch.where(rows > 0, rows / factor, rows * factor), rows))
-        penalty = self._number(PRESENCE, step) + self._number(FREQUENCY, step) * counts
+        penalty = self._number(at.PRESENCE, step) + self._number(at.FREQUENCY, step) * counts
         rows.sub_(torch.where(counts > 0, penalty, 0.0).float())
 
     def _floor(self, rows: Tensor, step: Deciding) -> Tensor:
         """[R, N, 1]: the smallest logit that top_k and top_p keep, see `sampling.logits`."""
         vocab = rows.shape[-1]
         top = rows.sort(dim=-1, descending=True).values
-        top_k = self._memory.state[: step.requests, TOP_K, None, None]
+        top_k = self._memory.state[: step.requests, at.TOP_K, None, None]
         last = torch.where(top_k > 0, top_k, vocab) - 1
         place = torch.arange(vocab, device=rows.device)
         weights = (top - top[..., :1]).exp_().masked_fill_(place > last, 0.0)
@@ -223,7 +214,7 @@ class Shaping:
         # the row's mass in units of its most likely token, as in `sampling.logits`, unless top_k cuts it
         whole = rows.softmax(dim=-1).amax(dim=-1, keepdim=True).double().reciprocal_()
         totals = torch.where(top_k > 0, sums[..., -1:], whole)
-        share = self._number(TOP_P, step)
+        share = self._number(at.TOP_P, step)
         limits = totals * torch.where(share < 1.0, share, math.inf)
         kept = torch.minimum((sums < limits).sum(dim=-1, keepdim=True), last)
         return top.gather(-1, kept)

@@ -13,6 +13,7 @@ kinds of draws, fill up a loop's rows. Small graphs are captured when a step nee
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -40,28 +41,19 @@ from draftwise.types import IntArray
 _IN_FLIGHT = 2
 
 
+@dataclass(frozen=True, slots=True)
 class Landing:
-    """A running step, and its results when they are there."""
+    """A running step, and its results when they are there. ``report_np`` [S, K + 1, 2 + 2 T], see `Shaping.report`;
+    behind `wait`, of a step in which somebody wants it."""
 
-    def __init__(self, buffer: Tensor, report: Tensor | None, fence: Fence, seats: int) -> None:
-        """``report``: see `Shaping.report`."""
-        self._buffer = buffer
-        self._report = report
-        self._fence = fence
-        self._seats = seats
-
-    @property
-    def report(self) -> npt.NDArray[np.float32]:
-        """[S, K + 1, 2 + 2 T], see `Shaping.report`; behind `wait`, of a step in which somebody wants it."""
-        assert self._report is not None
-        report: npt.NDArray[np.float32] = self._report.numpy()
-        return report
+    answer_np: npt.NDArray[np.int64]
+    report_np: npt.NDArray[np.float32] | None
+    fence: Fence
 
     def wait(self) -> npt.NDArray[np.int64]:
         """[S, 6 + 4 K + 1], see `memory`; to be read before the step after the next is launched."""
-        self._fence.synchronize()
-        answer: npt.NDArray[np.int64] = self._buffer.numpy().reshape(self._seats, -1)
-        return answer
+        self.fence.synchronize()
+        return self.answer_np
 
 
 class SeatedSteps:
@@ -171,7 +163,7 @@ class SeatedSteps:
             self._replay(("look up", shape.requests, number), run)
         answer = self._answers[self._turn]
         answer.copy_(memory.answer.view(-1), non_blocking=True)
-        report: Tensor | None = None
+        report_np: npt.NDArray[np.float32] | None = None
         if LOGPROBS in shaped:
             made = self.shaping.report
             if len(self._reports) < _IN_FLIGHT:
@@ -179,9 +171,10 @@ class SeatedSteps:
                 self._reports = [self._backend.host_buffer(size) for _ in range(_IN_FLIGHT)]
             report = self._reports[self._turn].view(torch.float32)[: made.numel()].view(made.shape)
             report.copy_(made, non_blocking=True)
+            report_np = report.numpy()
         self._turn = (self._turn + 1) % _IN_FLIGHT
         self._filling = False
-        return Landing(answer, report, self._backend.fence(), memory.seats)
+        return Landing(answer.numpy().reshape(memory.seats, -1), report_np, self._backend.fence())
 
     @property
     def num_captured(self) -> int:
@@ -193,13 +186,12 @@ class SeatedSteps:
         target: PassSeats,
         loops: Sequence[SeatedLoop],
         rules: Sequence[str],
-        shaped: frozenset[str] = frozenset(),
         look_ups: Sequence[tuple[int, LookUp]] = (),
     ) -> None:
         """Capture the graphs that `launch` would need, with empty seats."""
         self.memory.told.zero_()
         self.told()[:] = 0
-        self.launch(target, loops, rules, shaped, look_ups).wait()
+        self.launch(target, loops, rules, look_ups=look_ups).wait()
 
     def q_of(self, seat: int, source: int) -> Tensor | None:
         """The distributions that a seat's waiting drafts were drawn from, [draws, V], a copy; None: point masses.

@@ -29,7 +29,7 @@ from torch import Tensor
 from draftwise.attention.base import MAX_TREE_ROWS, AttentionBackend
 from draftwise.kernels.triton.availability import LAUNCH, interpreted
 from draftwise.kernels.triton.prompts import flash_serves, prompt_attention, prompt_requests, prompt_runs
-from draftwise.kernels.triton.rows import as_bytes
+from draftwise.kernels.triton.rows import as_bytes, power_of_two
 from draftwise.kernels.triton.tiling import Tiling, tiling_for
 from draftwise.transfer import parts_to_device
 from draftwise.types import AttentionBatch, StaticRows
@@ -120,26 +120,24 @@ class TritonAttention(AttentionBackend):
         assert q.stride(2) == 1 and q.stride(1) == dim and result.is_contiguous()
         group = heads // num_kv_heads
         tiling = self._tiling or tiling_for(q, batch, num_kv_heads, window)
-        block_m = max(tiling.block_m, 1 << (group - 1).bit_length())
+        block_m = max(tiling.block_m, power_of_two(group))
         flash = self._prompt_rows
         if whole or batch.static is not None or not flash_serves(q, kv, softcap, sinks):
             flash = None
         prepared = self._prepare(batch, block_m // group, q.device, flash, whole)
         ends = prepared.ends if tiling.fixed else prepared.lasts
         num_slots = min(tiling.slots, -(-prepared.num_keys // tiling.partition))
-        dim_pad = max(16, 1 << (dim - 1).bit_length())
         per_row = heads * num_slots * (dim + 2) * 4
+        sizes = {"HEADS": heads, "DIM": dim, "DIM_PAD": max(16, power_of_two(dim))}
+        common: dict[str, Any] = {**sizes, "WINDOWED": window is not None, **LAUNCH}
+        parts = {"PARTITION": tiling.partition, "SLOTS": tiling.slots}
         shared: dict[str, Any] = {
             "PAGE": batch.block_size,
-            "HEADS": heads,
             "KV_HEADS": num_kv_heads,
-            "DIM": dim,
-            "DIM_PAD": dim_pad,
             "ROWS": block_m // group,
             "BLOCK_M": block_m,
             "BLOCK_N": tiling.block_n,
             "CAPPED": softcap is not None,
-            "WINDOWED": window is not None,
             "CODES": len(kv) == 2,
             "FP8": kv[0].dtype is torch.float8_e4m3fn,
             # the interpreter's product of bfloat16 is not one
@@ -147,45 +145,28 @@ class TritonAttention(AttentionBackend):
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
             **({} if tiling.most_registers is None else {"maxnreg": tiling.most_registers}),
-            **LAUNCH,
+            **common,
         }
         for begin, end in self._pieces(prepared.tasks_np, per_row):
             first = int(prepared.tasks_np[begin, 1])
             piece_rows = int(prepared.tasks_np[end - 1, 1] + prepared.tasks_np[end - 1, 2]) - first
             acc = torch.empty((piece_rows, heads, num_slots, dim), dtype=torch.float32, device=q.device)
             best, total = torch.empty((2, piece_rows, heads, num_slots), dtype=torch.float32, device=q.device)
-            given: tuple[Any, ...] = (
-                q,
-                as_bytes(kv[0]),
-                kv[-1],
-                prepared.tables,
-                prepared.tasks[begin:end],
-                prepared.context,
-            )
-            given = (*given, prepared.first_key, prepared.is_tree, prepared.positions, ends)
-            results: tuple[Any, ...] = (
-                acc,
-                best,
-                total,
-                q.stride(0),
-                prepared.tables.stride(0),
-                first,
-                num_slots,
-            )
-            results = (*results, scale, softcap or 1.0, window or 0)
+            partial = (acc, best, total)
+            given: tuple[Any, ...] = (q, as_bytes(kv[0]), kv[-1], prepared.tables, prepared.tasks[begin:end])
+            given += (prepared.context, prepared.first_key, prepared.is_tree, prepared.positions, ends)
+            numbers = (q.stride(0), prepared.tables.stride(0), first, num_slots, scale, softcap or 1.0)
             if tiling.fixed:
                 programs = min(num_slots, max(1, _PROGRAMS // ((end - begin) * num_kv_heads)))
                 device.partial_attention[(end - begin, num_kv_heads, programs)](
-                    *given, prepared.paths, *results, PARTITION=tiling.partition, SLOTS=tiling.slots, **shared
+                    *given, prepared.paths, *partial, *numbers, window or 0, **parts, **shared
                 )
             else:
                 split.split_attention[(end - begin, num_kv_heads, num_slots)](
-                    *given, prepared.masks, *results, tiling.slots, **shared
+                    *given, prepared.masks, *partial, *numbers, window or 0, tiling.slots, **shared
                 )
             device.combine_partitions[(piece_rows, heads)](
-                acc,
-                best,
-                total,
+                *partial,
                 prepared.positions,
                 ends,
                 best if sinks is None else sinks,
@@ -193,16 +174,11 @@ class TritonAttention(AttentionBackend):
                 first,
                 num_slots,
                 window or 0,
-                HEADS=heads,
-                DIM=dim,
-                DIM_PAD=dim_pad,
-                PARTITION=tiling.partition,
-                SLOTS=tiling.slots,
-                SLOTS_PAD=1 << (tiling.slots - 1).bit_length(),
-                WINDOWED=window is not None,
+                SLOTS_PAD=power_of_two(tiling.slots),
                 SINKS=sinks is not None,
                 num_warps=1 if tiling.slots <= 8 else 4,
-                **LAUNCH,
+                **parts,
+                **common,
             )
         if flash is not None:
             for run in prompt_runs(batch, flash, window, q.device):
@@ -222,8 +198,6 @@ class TritonAttention(AttentionBackend):
         found = batch.cache.get(key)
         if isinstance(found, _Prepared):
             return found
-        from draftwise.kernels.triton.device.attention import tree_rows
-
         if batch.static is not None:
             made = self._prepare_static(batch.static, rows_per_task, device, whole)
             batch.cache[key] = made
@@ -233,9 +207,8 @@ class TritonAttention(AttentionBackend):
         requests, rows = len(counts), int(starts[-1])
         stored = np.zeros(requests, np.int32) if batch.tree_start_np is None else batch.tree_start_np
         assert not batch.is_tree_np.any() or (counts + stored)[batch.is_tree_np].max() <= MAX_TREE_ROWS
-        own = (
-            counts if flash is None else np.where(prompt_requests(batch, flash), 0, counts)
-        )  # rows that are ours
+        # rows that are ours
+        own = counts if flash is None else np.where(prompt_requests(batch, flash), 0, counts)
         tasks = _tasks(own, starts, rows_per_task)
         masks = np.zeros(rows, np.uint64) if batch.ancestors_np is None else batch.ancestors_np
         tables = batch.block_tables_np
@@ -254,20 +227,8 @@ class TritonAttention(AttentionBackend):
         words, query_start, row_request, context, first_key, is_tree, flat_tables, flat_tasks, ends = (
             device_parts
         )
-        positions, lasts = torch.empty((2, rows), dtype=torch.int32, device=device)
-        paths = torch.empty((rows, 64), dtype=torch.int32, device=device)
-        tree_rows[(rows,)](
-            words.view(torch.int64),
-            row_request,
-            query_start,
-            context,
-            is_tree,
-            positions,
-            lasts,
-            paths,
-            num_warps=1,
-            **LAUNCH,
-        )
+        words = words.view(torch.int64)
+        positions, lasts, paths = _tree_rows(words, row_request, query_start, context, is_tree)
         made = _Prepared(
             tasks=flat_tasks.view(-1, 3),
             tasks_np=tasks,
@@ -279,7 +240,7 @@ class TritonAttention(AttentionBackend):
             ends=ends if whole else positions,
             lasts=ends if whole else lasts,
             paths=paths,
-            masks=words.view(torch.int64),
+            masks=words,
             num_keys=int((batch.context_len_np + stored + counts)[own > 0].max(initial=1)),
         )
         batch.cache[key] = made
@@ -290,8 +251,6 @@ class TritonAttention(AttentionBackend):
     ) -> _Prepared:
         """One small kernel; nothing is read of the host but what is the same in every replay. The first call with a
         layout copies it to the device: run a pass once before it is captured."""
-        from draftwise.kernels.triton.device.attention import tree_rows
-
         requests, n = static.context.shape[0], static.rows
         layout = self._layouts.get((requests, n, rows_per_task, device))
         if layout is None:
@@ -302,19 +261,8 @@ class TritonAttention(AttentionBackend):
             layout = _Layout(tasks, *copies)
             self._layouts[requests, n, rows_per_task, device] = layout
         assert static.ancestors.is_contiguous() and static.context.is_contiguous()
-        positions, lasts = torch.empty((2, requests * n), dtype=torch.int32, device=device)
-        paths = torch.empty((requests * n, 64), dtype=torch.int32, device=device)
-        tree_rows[(requests * n,)](
-            static.ancestors,
-            layout.owners,
-            layout.starts,
-            static.context,
-            static.is_tree,
-            positions,
-            lasts,
-            paths,
-            num_warps=1,
-            **LAUNCH,
+        positions, lasts, paths = _tree_rows(
+            static.ancestors, layout.owners, layout.starts, static.context, static.is_tree
         )
         ends = positions
         if whole:
@@ -348,6 +296,19 @@ class TritonAttention(AttentionBackend):
             pieces.append((begin, end))
             begin = end
         return pieces
+
+
+def _tree_rows(
+    masks: Tensor, owners: Tensor, starts: Tensor, context: Tensor, is_tree: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row [T] its position, its last key, and its path [T, 64]."""
+    from draftwise.kernels.triton.device.attention import tree_rows
+
+    positions, lasts = torch.empty((2, len(masks)), dtype=torch.int32, device=masks.device)
+    paths = torch.empty((len(masks), 64), dtype=torch.int32, device=masks.device)
+    made = (positions, lasts, paths)
+    tree_rows[(len(masks),)](masks, owners, starts, context, is_tree, *made, num_warps=1, **LAUNCH)
+    return made
 
 
 def _tasks(

@@ -50,30 +50,14 @@ def next_rows(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> Ne
     """
     from draftwise.kernels.triton.device import inputs as device
 
-    requests = start.shape[0]
+    requests, block, tables = start.shape[0], 64, where.tables
     positions, slots = torch.empty((2, requests), dtype=torch.int64, device=start.device)
-    context = torch.empty(requests, dtype=torch.int32, device=start.device)
-    if requests:
-        block = 64
-        device.next_rows[(-(-requests // block),)](
-            start,
-            length,
-            where.tables,
-            positions,
-            slots,
-            context,
-            requests,
-            step,
-            where.tables.stride(0),
-            where.tables.shape[1],
-            where.position_offset,
-            where.max_position,
-            where.spare_slot,
-            PAGE=where.block_size,
-            BLOCK=block,
-            **LAUNCH,
-        )
-    return NextRows(positions, slots, context)
+    rows = NextRows(positions, slots, torch.empty(requests, dtype=torch.int32, device=start.device))
+    limits = (tables.stride(0), tables.shape[1], where.position_offset, where.max_position, where.spare_slot)
+    device.next_rows[(-(-requests // block),)](
+        start, length, tables, *rows, requests, step, *limits, PAGE=where.block_size, BLOCK=block, **LAUNCH
+    )
+    return rows
 
 
 class BestTokens(NamedTuple):
@@ -108,39 +92,15 @@ def best_tokens(
     from draftwise.kernels.triton.device import inputs as device
 
     rows, vocab = logits.shape
-    assert 1 <= count <= vocab and logits.stride(1) == 1
+    assert 1 <= count <= vocab
     values = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
     sums_of_rows = torch.empty(rows, dtype=torch.float32, device=logits.device) if totals else None
     if rows:
-        part = min(_PART, power_of_two(vocab))
-        parts, padded = -(-vocab // part), power_of_two(count)
-        scores = torch.empty((rows, parts, padded), dtype=torch.float32, device=logits.device)
-        found = torch.empty((rows, parts, padded), dtype=torch.int32, device=logits.device)
-        sums = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
         if scales is None:
             scales = torch.ones(rows, dtype=torch.float32, device=logits.device)
-        assert count <= part, "a part finds all of them"
-        device.part_of_best[(rows, parts)](
-            logits,
-            scales,
-            tokens if keys is None else keys,
-            tokens if ids is None else ids,
-            scores,
-            found,
-            sums,
-            vocab,
-            logits.stride(0),
-            0 if keys is None else keys.stride(0),
-            parts,
-            NOISY=keys is not None,
-            MAPPED=ids is not None,
-            SUMS=totals,
-            K=count,
-            K_PAD=padded,
-            PART=part,
-            **LAUNCH,
-        )
+        scores, found, sums = _best_of_parts(logits, scales, count, keys, ids, totals)
+        parts, padded = scores.shape[1:]
         device.best_of_all[(rows,)](
             scores,
             found,
@@ -160,6 +120,42 @@ def best_tokens(
     return BestTokens(values, tokens, sums_of_rows)
 
 
+def _best_of_parts(
+    logits: Tensor, scales: Tensor, count: int, keys: Tensor | None, ids: Tensor | None, totals: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each part of a row the best scores [R, parts, >= K] and their tokens; if ``totals``, also its sum of
+    exp(score - best) [R, parts]."""
+    from draftwise.kernels.triton.device import inputs as device
+
+    rows, vocab = logits.shape
+    part = min(_PART, power_of_two(vocab))
+    assert logits.stride(1) == 1 and count <= part, "a part finds all of them"
+    sizes = (rows, -(-vocab // part), power_of_two(count))
+    scores = torch.empty(sizes, dtype=torch.float32, device=logits.device)
+    found = torch.empty_like(scores, dtype=torch.int32)
+    sums = torch.empty(sizes[:2], dtype=torch.float32, device=logits.device)
+    device.part_of_best[(rows, sizes[1])](
+        logits,
+        scales,
+        scales if keys is None else keys,
+        found if ids is None else ids,
+        scores,
+        found,
+        sums,
+        vocab,
+        logits.stride(0),
+        0 if keys is None else keys.stride(0),
+        NOISY=keys is not None,
+        MAPPED=ids is not None,
+        SUMS=totals,
+        K=count,
+        K_PAD=sizes[2],
+        PART=part,
+        **LAUNCH,
+    )
+    return scores, found, sums
+
+
 def add_biases(logits: Tensor, at: Tensor, ids: Tensor | None = None) -> Tensor:
     """Add to rows what stands somewhere else, if anything does, in place.
 
@@ -175,18 +171,10 @@ def add_biases(logits: Tensor, at: Tensor, ids: Tensor | None = None) -> Tensor:
 
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
-    part = min(_PART, power_of_two(vocab))
+    part, sizes = min(_PART, power_of_two(vocab)), (vocab, logits.stride(0), rows // at.shape[0])
+    flags = {"MAPPED": ids is not None, "LEAST": EXCLUDED, "PART": part}
     device.add_biases[(rows, -(-vocab // part))](
-        logits,
-        at,
-        at if ids is None else ids,
-        vocab,
-        logits.stride(0),
-        rows // at.shape[0],
-        MAPPED=ids is not None,
-        LEAST=EXCLUDED,
-        PART=part,
-        **LAUNCH,
+        logits, at, at if ids is None else ids, *sizes, **flags, **LAUNCH
     )
     return logits
 
@@ -209,63 +197,17 @@ def sample_tokens(
     from draftwise.kernels.triton.device import inputs as device
 
     rows, vocab = logits.shape
+    assert q.stride(1) == 1 and q.shape == logits.shape
+    tops, _, sums = _best_of_parts(logits, scales, 1, None, None, True)
+    masses = torch.empty(sums.shape, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows:
-        assert logits.stride(1) == 1 and q.stride(1) == 1 and q.shape == logits.shape
-        part = min(_PART, power_of_two(vocab))
-        parts = -(-vocab // part)
-        padded = power_of_two(parts)
-        tops, sums = torch.empty((2, rows, parts), dtype=torch.float32, device=logits.device)
-        found = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
-        masses = torch.empty((rows, parts), dtype=torch.float64, device=logits.device)
-        device.part_of_best[(rows, parts)](
-            logits,
-            scales,
-            tokens,
-            tokens,
-            tops,
-            found,
-            sums,
-            vocab,
-            logits.stride(0),
-            0,
-            parts,
-            NOISY=False,
-            MAPPED=False,
-            SUMS=True,
-            K=1,
-            K_PAD=1,
-            PART=part,
-            **LAUNCH,
-        )
-        device.part_of_softmax[(rows, parts)](
-            logits,
-            scales,
-            tops,
-            sums,
-            q,
-            masses,
-            vocab,
-            logits.stride(0),
-            q.stride(0),
-            parts,
-            PART=part,
-            PARTS_PAD=padded,
-            **LAUNCH,
-        )
-        device.draw_sampled[(rows,)](
-            q,
-            masses,
-            uniforms,
-            tokens if ids is None else ids,
-            tokens,
-            vocab,
-            q.stride(0),
-            uniforms.stride(0),
-            parts,
-            MAPPED=ids is not None,
-            PART=part,
-            PARTS_PAD=padded,
-            **LAUNCH,
-        )
+    part, parts = min(_PART, power_of_two(vocab)), sums.shape[1]
+    options = {"PART": part, "PARTS_PAD": power_of_two(parts), **LAUNCH}
+    device.part_of_softmax[(rows, parts)](
+        logits, scales, tops, sums, q, masses, vocab, logits.stride(0), q.stride(0), **options
+    )
+    strides, kept = (q.stride(0), uniforms.stride(0)), tokens if ids is None else ids
+    device.draw_sampled[(rows,)](
+        q, masses, uniforms, kept, tokens, vocab, *strides, parts, MAPPED=ids is not None, **options
+    )
     return tokens

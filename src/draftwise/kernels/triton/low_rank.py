@@ -29,40 +29,15 @@ def add_low_rank(x: Tensor, out: Tensor, additions: StackedAdditions, site: int)
     tiles, parts = -(-rows // _BLOCK_M), -(-inputs // _PART_INPUTS)
     wide = interpreted() and x.dtype is torch.bfloat16  # the interpreter's product of bfloat16 is not one
     low = torch.empty((x.shape[0], parts, columns), dtype=torch.float32, device=x.device)
+    shared = {"TILES": tiles, "PARTS": parts, "WIDE": wide, "BLOCK_M": _BLOCK_M, **LAUNCH}
+    sizes = (rows, inputs, columns, _PART_INPUTS, x.stride(0))
+    block_k = min(_BLOCK_K, max(16, power_of_two(inputs)))
     device.low_rank_down[(requests * tiles, -(-columns // _BLOCK_R), parts)](
-        x,
-        stack.down,
-        additions.places,
-        low,
-        rows,
-        inputs,
-        columns,
-        _PART_INPUTS,
-        x.stride(0),
-        TILES=tiles,
-        PARTS=parts,
-        WIDE=wide,
-        BLOCK_M=_BLOCK_M,
-        BLOCK_R=_BLOCK_R,
-        BLOCK_K=min(_BLOCK_K, max(16, power_of_two(inputs))),
-        **LAUNCH,
+        x, stack.down, additions.places, low, *sizes, BLOCK_R=_BLOCK_R, BLOCK_K=block_k, **shared
     )
     widest = max(stop - start for start, stop, _ in stack.bounds)
+    given = (low, stack.up, stack.parts, additions.places, out)
+    strides = (rows, stack.up.shape[1], columns, out.stride(0))
     device.low_rank_up[(requests * tiles, -(-widest // _BLOCK_N), len(stack.bounds))](
-        low,
-        stack.up,
-        stack.parts,
-        additions.places,
-        out,
-        rows,
-        stack.up.shape[1],
-        columns,
-        out.stride(0),
-        TILES=tiles,
-        PARTS=parts,
-        WIDE=wide,
-        RANK=additions.rank,
-        BLOCK_M=_BLOCK_M,
-        BLOCK_N=_BLOCK_N,
-        **LAUNCH,
+        *given, *strides, RANK=additions.rank, BLOCK_N=_BLOCK_N, **shared
     )

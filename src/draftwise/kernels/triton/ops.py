@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,13 +36,11 @@ class TritonNorm(Norm):
         self.eps = eps
 
 
+@dataclass(slots=True, eq=False)
 class TritonRope(Rope):
     """``table`` [positions, 2, D / 2] float32: cosines, sines."""
 
-    __slots__ = ("table",)
-
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
+    table: Tensor
 
 
 class TritonOps(AttendingOps):

@@ -40,20 +40,10 @@ def rms_norm(
     result = torch.empty((count, size), dtype=x.dtype, device=x.device) if out is None else out
     if count:
         assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
-        added = x if residual is None else residual
+        added, block = x if residual is None else residual, power_of_two(size)
+        flags = {"ADD": residual is not None, "BLOCK": block, "num_warps": warps_for(block)}
         device.rms_norm[(count,)](
-            x,
-            added,
-            weight,
-            result,
-            x.stride(0),
-            result.stride(0),
-            size,
-            eps,
-            ADD=residual is not None,
-            BLOCK=power_of_two(size),
-            num_warps=warps_for(power_of_two(size)),
-            **LAUNCH,
+            x, added, weight, result, x.stride(0), result.stride(0), size, eps, **flags, **LAUNCH
         )
     return result
 
@@ -104,24 +94,18 @@ def rope_write(
     assert qkv.stride(1) == 1 and angles.is_contiguous() and slots.is_contiguous() and kv[0].is_contiguous()
     queries = qkv.new_empty((count, num_q, dim)) if out is None else out
     if count:
-        q_weight, q_eps = q_norm or (angles, 0.0)
-        k_weight, k_eps = k_norm or (angles, 0.0)
+        norms = (*(q_norm or (angles, 0.0)), *(k_norm or (angles, 0.0)))
+        written = (queries, as_bytes(kv[0]), kv[-1])
         device.rope_write[(count, num_q + 2 * num_kv)](
             qkv,
             angles,
-            q_weight,
-            k_weight,
-            q_eps,
-            k_eps,
-            queries,
-            as_bytes(kv[0]),
-            kv[-1],
+            *norms,
+            *written,
             slots,
             qkv.stride(0),
             HEADS=num_q,
             KV_HEADS=num_kv,
             DIM=dim,
-            HALF=dim // 2,
             HALF_PAD=power_of_two(dim // 2),
             Q_NORM=q_norm is not None,
             K_NORM=k_norm is not None,
@@ -150,15 +134,7 @@ def compact_paths(pool: Tensor, slots: Tensor, roots: Tensor, walk: Walk) -> Non
     assert pool.is_contiguous() and walk.packed.is_contiguous() and walk.packed.shape[0] == requests
     size = pool[0, 0].numel()
     block = min(256, power_of_two(size))
+    sizes, flags = (size, pool.stride(0), nodes), {"NODES_PAD": power_of_two(nodes), "BLOCK": block}
     device.compact_paths[(requests, pool.shape[0], -(-size // block))](
-        pool,
-        slots,
-        roots,
-        walk.packed,
-        size,
-        pool.stride(0),
-        nodes,
-        NODES_PAD=power_of_two(nodes),
-        BLOCK=block,
-        **LAUNCH,
+        pool, slots, roots, walk.packed, *sizes, **flags, **LAUNCH
     )

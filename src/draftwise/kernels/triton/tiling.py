@@ -62,9 +62,8 @@ def free_tiling(lanes: int, tasks_of_one_row: int, num_keys: int, dim: int, *, h
 def tiling_for(q: Tensor, batch: AttentionBatch, num_kv_heads: int, window: int | None) -> Tiling:
     """The tiling of a batch for which none was given."""
     if q.dtype is torch.float32 or (window is not None and window < MAX_TREE_ROWS):
-        return (
-            Tiling()
-        )  # the other kernel has too few registers; or a node on a row's path may be out of its window
+        # the other kernel has too few registers; or a node on a row's path may be out of its window
+        return Tiling()
     group, dim, static = q.shape[1] // num_kv_heads, q.shape[2], batch.static
     if static is not None:
         lanes, requests, keys = static.rows * group, static.context.shape[0], static.max_keys

@@ -31,10 +31,17 @@ _SCRATCH_BYTES: Final = 64 << 20
 
 
 class DraftBatch(NamedTuple):
-    """R requests with up to N nodes each. ``table`` [R, 6 + 3 N] int64: see `draft_table`."""
+    """R requests with up to N nodes each, and where results go. ``table`` [R, 6 + 3 N] int64, dense: see
+    `draft_table`."""
 
     table: Tensor
-    num_nodes: int
+    walk: Walk
+
+    @classmethod
+    def of(cls, table: Tensor, num_nodes: int) -> DraftBatch:
+        """With room for the results."""
+        shape = table.shape[0], 2 * num_nodes + 2
+        return cls(table, Walk(torch.zeros(shape, dtype=torch.int32, device=table.device), num_nodes))
 
 
 class DraftFields(NamedTuple):
@@ -85,39 +92,21 @@ def draft_table(requests: Sequence[DraftFields], num_nodes: int | None = None) -
     return table
 
 
-def new_walk(batch: DraftBatch) -> Walk:
-    """Room for the results of a batch."""
-    requests, nodes = batch.table.shape[0], batch.num_nodes
-    return Walk(
-        torch.zeros((requests, 2 * nodes + 2), dtype=torch.int32, device=batch.table.device), batch.num_nodes
-    )
-
-
-def walk_trees(logits: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, *, coupled: bool) -> None:
+def walk_trees(logits: Tensor, batch: DraftBatch, members: Tensor, *, coupled: bool) -> None:
     """Rules ``greedy`` and ``coupled``: keep drafts while they are the token that the target wants.
 
     Args:
         logits: [M, V] float32, processed.
         batch: the requests.
         members: [n] int32, which of them are decided.
-        walk: where their results go.
         coupled: the target wants argmax(logit + shared Gumbel noise), else argmax(logit); ties go to the lowest id.
     """
     from draftwise.kernels.triton.device import verify as device
 
-    if not members.shape[0]:
-        return
-    wanted = _wanted(logits, batch, members, noisy=coupled)
-    device.walk_trees[(members.shape[0],)](
-        batch.table,
-        members,
-        *wanted,
-        walk.packed,
-        batch.table.stride(0),
-        batch.num_nodes,
-        wanted.best.shape[2],
-        PARTS_PAD=power_of_two(wanted.best.shape[2]),
-        **LAUNCH,
+    (table, walk), wanted = batch, _wanted(logits, batch, members, noisy=coupled)
+    parts = wanted.best.shape[2]
+    device.walk_trees[(len(members),)](
+        table, members, walk.packed, *wanted, walk.num_nodes, parts, PARTS_PAD=power_of_two(parts), **LAUNCH
     )
 
 
@@ -134,32 +123,21 @@ def _wanted(
     """``noisy``: of logit + shared Gumbel noise. ``none``: nobody reads it."""
     from draftwise.kernels.triton.device import verify as device
 
-    nodes, vocab = batch.num_nodes, logits.shape[1]
-    assert logits.stride(1) == 1 and batch.table.is_contiguous()
+    table, nodes, vocab = batch.table, batch.walk.num_nodes, logits.shape[1]
+    assert logits.stride(1) == 1 and table.is_contiguous()
     parts = -(-vocab // _PART)
-    shape = (batch.table.shape[0], nodes + 1, parts)
+    shape = (table.shape[0], nodes + 1, parts)
     best = torch.empty(shape, dtype=torch.float32, device=logits.device)
     found = _Wanted(best, torch.empty(shape, dtype=torch.int32, device=logits.device))
     if not none:
-        device.wanted_parts[(members.shape[0], nodes + 1, parts)](
-            logits,
-            batch.table,
-            members,
-            *found,
-            vocab,
-            logits.stride(0),
-            batch.table.stride(0),
-            nodes,
-            parts,
-            NOISY=noisy,
-            PART=_PART,
-            BLOCK=_block(vocab),
-            **LAUNCH,
+        strides, sizes = (vocab, logits.stride(0), nodes), {"PART": _PART, "BLOCK": _block(vocab)}
+        device.wanted_parts[(len(members), nodes + 1, parts)](
+            logits, table, members, *found, *strides, NOISY=noisy, **sizes, **LAUNCH
         )
     return found
 
 
-def reject_chains(p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, *, block: bool) -> None:
+def reject_chains(p: Tensor, batch: DraftBatch, members: Tensor, *, block: bool) -> None:
     """Rules ``rejection`` (Leviathan et al., arXiv:2211.17192) and ``block`` (Sun et al., arXiv:2403.10444) on chains,
     and plain sampling of requests without nodes.
 
@@ -167,64 +145,43 @@ def reject_chains(p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, *, 
         p: [M, V] float32, dense, the target's distributions.
         batch: the requests; the rows of q that they name must stay until the device has done this.
         members: [n] int32, which of them are decided.
-        walk: where their results go.
         block: rule ``block``.
     """
     from draftwise.kernels.triton.device import verify as device
 
-    count, nodes, vocab = members.shape[0], batch.num_nodes, p.shape[1]
-    if not count:
-        return
-    assert p.is_contiguous() and batch.table.is_contiguous()
-    ends, numbers = _new_ends(count, p.device)
-    stride = batch.table.stride(0)
+    (table, walk), count, vocab = batch, len(members), p.shape[1]
+    nodes, ends = walk.num_nodes, _new_ends(members)
+    assert p.is_contiguous() and table.is_contiguous()
     if not block:
-        device.judge_chains[(count,)](
-            p, batch.table, members, walk.packed, ends, numbers, vocab, stride, nodes, **LAUNCH
-        )
+        device.judge_chains[(count,)](p, table, members, walk.packed, *ends, vocab, nodes, **LAUNCH)
     else:
         masses = torch.empty((count, max(1, nodes)), dtype=torch.float64, device=p.device)
         if nodes > 1:
             device.block_masses[(count, nodes - 1)](
-                p, batch.table, members, masses, vocab, stride, nodes, BLOCK=_block(vocab), **LAUNCH
+                p, table, members, masses, vocab, nodes, BLOCK=_block(vocab), **LAUNCH
             )
-        device.judge_blocks[(count,)](
-            p, batch.table, members, masses, walk.packed, ends, numbers, vocab, stride, nodes, **LAUNCH
-        )
-    _draw(p, p, ends, numbers, members, walk)
+        device.judge_blocks[(count,)](p, table, members, walk.packed, *ends, masses, vocab, nodes, **LAUNCH)
+    _draw(p, p, *ends, members, walk)
 
 
-def reject_trees(p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk) -> None:
+def reject_trees(p: Tensor, batch: DraftBatch, members: Tensor) -> None:
     """Rejection among siblings (SpecInfer, arXiv:2305.09781; without replacement: Sequoia, arXiv:2402.12374), for trees
     under rules ``rejection`` and ``block``; arguments as in `reject_chains`."""
     from draftwise.kernels.triton.device import verify as device
 
-    nodes, vocab = batch.num_nodes, p.shape[1]
-    assert p.is_contiguous() and batch.table.is_contiguous()
-    together = max(1, _SCRATCH_BYTES // (12 * vocab))
-    for some in torch.split(members, together) if members.shape[0] else ():
-        count = some.shape[0]
-        scratch = torch.empty((count, 3, vocab), dtype=torch.float32, device=p.device)
-        ends, numbers = _new_ends(count, p.device)
-        device.reject_trees[(count,)](
-            p,
-            batch.table,
-            some,
-            scratch,
-            walk.packed,
-            ends,
-            numbers,
-            vocab,
-            batch.table.stride(0),
-            nodes,
-            BLOCK=_block(vocab),
-            **LAUNCH,
+    (table, walk), vocab = batch, p.shape[1]
+    assert p.is_contiguous() and table.is_contiguous()
+    for some in torch.split(members, max(1, _SCRATCH_BYTES // (12 * vocab))):
+        scratch = torch.empty((len(some), 3, vocab), dtype=torch.float32, device=p.device)
+        ends, sizes = _new_ends(some), (vocab, walk.num_nodes)
+        device.reject_trees[(len(some),)](
+            p, table, some, walk.packed, *ends, scratch, *sizes, BLOCK=_block(vocab), **LAUNCH
         )
-        _draw(p, scratch, ends, numbers, some, walk)
+        _draw(p, scratch, *ends, some, walk)
 
 
 def keep_at_rates(
-    logits: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, rates: Tensor, p: Tensor | None
+    logits: Tensor, batch: DraftBatch, members: Tensor, rates: Tensor, p: Tensor | None
 ) -> None:
     """Rule ``synthetic``; arguments as in `walk_trees`.
 
@@ -234,67 +191,40 @@ def keep_at_rates(
     """
     from draftwise.kernels.triton.device import rates as device
 
-    count, nodes, sampled = members.shape[0], batch.num_nodes, p is not None
-    wanted = _wanted(logits, batch, members, none=sampled)
+    (table, walk), sampled = batch, p is not None
+    wanted, ends = _wanted(logits, batch, members, none=sampled), _new_ends(members)
     parts = wanted.best.shape[2]
-    ends, numbers = _new_ends(count, logits.device)
-    device.keep_at_rates[(count,)](
-        batch.table,
-        members,
-        rates,
-        *wanted,
-        ends,
-        numbers,
-        walk.packed,
-        rates.shape[0],
-        batch.table.stride(0),
-        nodes,
-        parts,
-        SAMPLED=sampled,
-        PARTS_PAD=power_of_two(parts),
-        **LAUNCH,
+    sizes, flags = (len(rates), walk.num_nodes, parts), {"SAMPLED": sampled, "PARTS_PAD": power_of_two(parts)}
+    device.keep_at_rates[(len(members),)](
+        table, members, walk.packed, *ends, rates, *wanted, *sizes, **flags, **LAUNCH
     )
     if p is not None:
-        _draw(p, p, ends, numbers, members, walk)
+        _draw(p, p, *ends, members, walk)
 
 
-def keep_typical(
-    logits: Tensor, p: Tensor, batch: DraftBatch, members: Tensor, walk: Walk, *, sampled: bool
-) -> None:
+def keep_typical(logits: Tensor, p: Tensor, batch: DraftBatch, members: Tensor, *, sampled: bool) -> None:
     """Rule ``typical`` (Medusa, arXiv:2401.10774); arguments as in `walk_trees` and `keep_at_rates`. ``sampled``: the
     last token is drawn from p."""
     from draftwise.kernels.triton.device import rates as device
 
-    count, nodes, vocab = members.shape[0], batch.num_nodes, logits.shape[1]
+    (table, walk), count, vocab = batch, len(members), logits.shape[1]
     assert p.is_contiguous()
+    nodes, ends = walk.num_nodes, _new_ends(members)
     wanted = _wanted(logits, batch, members, none=sampled)
-    parts, stride = wanted.best.shape[2], batch.table.stride(0)
+    parts, stride = wanted.best.shape[2], logits.stride(0)
     entropies = torch.empty((count, nodes + 1), dtype=torch.float64, device=p.device)
     device.entropies[(count, nodes + 1)](
-        logits,
-        p,
-        batch.table,
-        members,
-        entropies,
-        vocab,
-        logits.stride(0),
-        stride,
-        nodes,
-        BLOCK=_block(vocab),
-        **LAUNCH,
+        logits, p, table, members, entropies, vocab, stride, nodes, BLOCK=_block(vocab), **LAUNCH
     )
-    ends, numbers = _new_ends(count, p.device)
     device.keep_typical[(count,)](
         p,
-        batch.table,
+        table,
         members,
+        walk.packed,
+        *ends,
         entropies,
         *wanted,
-        ends,
-        numbers,
-        walk.packed,
         vocab,
-        stride,
         nodes,
         parts,
         EPSILON=TYPICAL_EPSILON,
@@ -305,19 +235,19 @@ def keep_typical(
         **LAUNCH,
     )
     if sampled:
-        _draw(p, p, ends, numbers, members, walk)
+        _draw(p, p, *ends, members, walk)
 
 
 def _block(vocab: int) -> int:
     return min(_BLOCK, power_of_two(vocab))
 
 
-def _new_ends(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _new_ends(members: Tensor) -> tuple[Tensor, Tensor]:
     """The source of each last token: row of p, or of the scratch (-1, -2, ...), address of the row of q that is
     taken away (0: none), token that is left out (-1: none); and float64: the uniform, a factor of p."""
     return (
-        torch.empty((count, 3), dtype=torch.int64, device=device),
-        torch.empty((count, 2), dtype=torch.float64, device=device),
+        torch.empty((len(members), 3), dtype=torch.int64, device=members.device),
+        torch.empty((len(members), 2), dtype=torch.float64, device=members.device),
     )
 
 
@@ -325,24 +255,9 @@ def _draw(p: Tensor, scratch: Tensor, ends: Tensor, numbers: Tensor, members: Te
     """Draw the last tokens by inverse CDF: which part of the vocabulary, then which token in it."""
     from draftwise.kernels.triton.device import draws as device
 
-    count, vocab = members.shape[0], p.shape[1]
-    parts = -(-vocab // _PART)
+    count, vocab = len(members), p.shape[1]
+    parts, given = -(-vocab // _PART), (p, scratch, ends, numbers)
+    options = {"PART": _PART, "BLOCK": _block(vocab), **LAUNCH}
     masses = torch.empty((count, parts, 2), dtype=torch.float64, device=p.device)
-    device.residual_masses[(count, parts)](
-        p, scratch, ends, numbers, masses, vocab, parts, PART=_PART, BLOCK=_block(vocab), **LAUNCH
-    )
-    device.draw_last[(count,)](
-        p,
-        scratch,
-        ends,
-        numbers,
-        masses,
-        members,
-        walk.packed,
-        vocab,
-        walk.num_nodes,
-        parts,
-        PART=_PART,
-        BLOCK=_block(vocab),
-        **LAUNCH,
-    )
+    device.residual_masses[(count, parts)](*given, masses, vocab, **options)
+    device.draw_last[(count,)](*given, masses, members, walk.packed, vocab, walk.num_nodes, parts, **options)

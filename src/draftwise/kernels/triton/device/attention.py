@@ -21,9 +21,8 @@ def tree_rows(masks, row_request, query_start, context, is_tree, positions, last
     tree = tl.load(is_tree + r)
     bit = tl.arange(0, 64)
     mask = tl.load(masks + row)
-    set_bits = ((mask >> bit.to(tl.int64)) & 1).to(
-        tl.int32
-    )  # the shift copies the sign; the lowest bit is right
+    # the shift copies the sign; the lowest bit is right
+    set_bits = ((mask >> bit.to(tl.int64)) & 1).to(tl.int32)
     rank = tl.cumsum(set_bits, 0) - 1
     tl.store(paths + row * 64 + rank, bit, mask=tl.where(tree != 0, set_bits, 0) > 0)
     depth = tl.sum(set_bits, 0) - 1

@@ -18,18 +18,20 @@ def residual(row, q_at, left_out, scale, v, end):
     return whole, tl.where(v == left_out, 0.0, rest)
 
 
-@kernel("p", "scratch", "vocab")
-def residual_masses(
-    p, scratch, ends, end_numbers, masses, vocab, num_parts, PART: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One part of the vocabulary of one request: mass of the residual, and of the whole row."""
+@triton.jit
+def source_of(p, scratch, ends, end_numbers, vocab):
+    """What a request's last token is drawn from: its number, row, address of q, the token left out, and the factor."""
     m = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
     at = tl.load(ends + m * 3)
     row = tl.where(at >= 0, p + at * vocab, scratch + (-1 - at) * vocab)
-    q_at = tl.load(ends + m * 3 + 1)
-    left_out = tl.load(ends + m * 3 + 2)
-    scale64 = tl.load(end_numbers + m * 2 + 1)
+    return m, row, tl.load(ends + m * 3 + 1), tl.load(ends + m * 3 + 2), tl.load(end_numbers + m * 2 + 1)
+
+
+@kernel("p", "scratch", "vocab")
+def residual_masses(p, scratch, ends, end_numbers, masses, vocab, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """One part of the vocabulary of one request: mass of the residual, and of the whole row."""
+    m, row, q_at, left_out, scale64 = source_of(p, scratch, ends, end_numbers, vocab)
+    part = tl.program_id(1)
     scale = scale64.to(tl.float32)
     total = scale64 * 0.0
     whole_total = scale64 * 0.0
@@ -38,7 +40,7 @@ def residual_masses(
         whole, rest = residual(row, q_at, left_out, scale, start + tl.arange(0, BLOCK), end)
         total += tl.sum(rest.to(tl.float64), 0)
         whole_total += tl.sum(whole.to(tl.float64), 0)
-    to = masses + (m * num_parts + part) * 2
+    to = masses + (m * tl.num_programs(1) + part) * 2
     tl.store(to, total)
     tl.store(to + 1, whole_total)
 
@@ -59,13 +61,9 @@ def draw_last(
     BLOCK: tl.constexpr,
 ):
     """One request: which part, then which token; -1 where there is no weight at all."""
-    m = tl.program_id(0).to(tl.int64)
-    at = tl.load(ends + m * 3)
-    row = tl.where(at >= 0, p + at * vocab, scratch + (-1 - at) * vocab)
-    q_at = tl.load(ends + m * 3 + 1)
-    left_out = tl.load(ends + m * 3 + 2)
+    m, row, q_at, left_out, scale64 = source_of(p, scratch, ends, end_numbers, vocab)
     drawn = tl.load(end_numbers + m * 2)
-    scale = tl.load(end_numbers + m * 2 + 1).to(tl.float32)
+    scale = scale64.to(tl.float32)
     own = masses + m * num_parts * 2
     total = drawn * 0.0
     whole_total = drawn * 0.0

@@ -78,7 +78,6 @@ def part_of_best(
     vocab,
     stride,
     key_stride,
-    num_parts,
     NOISY: tl.constexpr,
     MAPPED: tl.constexpr,
     SUMS: tl.constexpr,
@@ -99,11 +98,11 @@ def part_of_best(
             token = tl.load(ids + v, mask=inside, other=0)
         score += gumbel(tl.load(keys + row * key_stride), token)
     score = tl.where(inside & (score == score), score, float("-inf"))
-    at = (row * num_parts + part) * K_PAD
+    at = (row * tl.num_programs(1) + part) * K_PAD
     if SUMS:
         top = tl.max(score, 0)
         floor = tl.where(top == float("-inf"), 0.0, top)
-        tl.store(sums + row * num_parts + part, tl.sum(tl.exp(score - floor), 0))
+        tl.store(sums + at // K_PAD, tl.sum(tl.exp(score - floor), 0))
     left = tl.where(inside, 1, 0)
     for k in range(K):
         best = tl.max(tl.where(left == 1, score, float("-inf")), 0)
@@ -149,11 +148,10 @@ def best_of_all(
         best = tl.max(tl.where(left == 1, score, float("-inf")), 0)
         found = tl.min(tl.where((left == 1) & (score == best), token, 2147483647), 0)
         left = tl.where(token == found, 0, left)
-        tl.store(out_values + row * K + k, best)
         if MAPPED:
-            tl.store(out_tokens + row * K + k, tl.load(ids + found))
-        else:
-            tl.store(out_tokens + row * K + k, found.to(tl.int64))
+            found = tl.load(ids + found)
+        tl.store(out_values + row * K + k, best)
+        tl.store(out_tokens + row * K + k, found)
 
 
 @kernel("logits", "q", "vocab", "stride", "q_stride")
@@ -167,7 +165,6 @@ def part_of_softmax(
     vocab,
     stride,
     q_stride,
-    num_parts,
     PART: tl.constexpr,
     PARTS_PAD: tl.constexpr,
 ):
@@ -175,6 +172,7 @@ def part_of_softmax(
     `part_of_best`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    num_parts = tl.num_programs(1)
     s = tl.arange(0, PARTS_PAD)
     of_parts = s < num_parts
     top = tl.load(tops + row * num_parts + s, mask=of_parts, other=float("-inf"))
@@ -220,6 +218,5 @@ def draw_sampled(
     found = tl.min(tl.where((sums > limit) & (weights > 0.0), v, 2147483647), 0)
     found = tl.maximum(tl.minimum(found, tl.max(tl.where(weights > 0.0, v, -1), 0)), 0)
     if MAPPED:
-        tl.store(out + row, tl.load(ids + found))
-    else:
-        tl.store(out + row, found.to(tl.int64))
+        found = tl.load(ids + found)
+    tl.store(out + row, found)

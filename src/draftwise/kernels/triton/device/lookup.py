@@ -60,13 +60,13 @@ def look_up(
     now,
     walk,
     answer,
+    told_stride,
+    drafts,
     text,
     past,
     paths,
-    told_stride,
     text_stride,
     num_past,
-    drafts,
     steps,
     number,
     longest,
@@ -142,9 +142,8 @@ def look_up(
         return
     told_back = answer + s * (7 + 4 * drafts)
     tl.store(told_back + 7 + drafts + j, token, mask=j < wanted)
-    if (
-        tl.where(wanted > 0, 1, 0) == 1
-    ):  # what a drafter has drafted does not count, nor what it has stored of that
+    # what a drafter has drafted does not count, nor what it has stored of that
+    if tl.where(wanted > 0, 1, 0) == 1:
         tl.store(own + 2, wanted)
         tl.store(own + 4, wanted * 0)
         tl.store(own + 16, wanted * 0)
@@ -153,7 +152,7 @@ def look_up(
 
 
 @kernel()
-def join_found(state, told, answer, own_forms, paths, told_stride, drafts, BLOCK: tl.constexpr):
+def join_found(state, told, now, walk, answer, told_stride, drafts, own_forms, paths, BLOCK: tl.constexpr):
     """One seat: what `look_up` has found becomes a branch of the tree that waits; see `graphs.seats.lookup`."""
     s = tl.program_id(0).to(tl.int64)
     own = state + s * (18 + drafts)

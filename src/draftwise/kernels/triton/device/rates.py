@@ -1,39 +1,24 @@
 """Rules ``synthetic`` and ``typical``: drafts stay at given rates, or where they are likely enough. Launched by
 `kernels.triton.verify`."""
 
-import triton
 import triton.language as tl
 
 from draftwise.kernels.triton.device.compiled import kernel
 from draftwise.kernels.triton.device.noise import uniform
-from draftwise.kernels.triton.device.verify import best_of_parts
-
-
-@triton.jit
-def draw_behind(fields, end, end_number, kept, node):
-    """The last token is drawn (`.draws`) from what the target says behind ``kept`` drafts, of which ``node`` is the
-    last."""
-    base = tl.load(fields + 4)
-    tl.store(end, tl.load(fields) + node + 1)
-    tl.store(end + 1, base * 0)
-    tl.store(end + 2, base * 0 - 1)
-    drawn = uniform(tl.load(fields + 2), tl.load(fields + 3), 3, base + kept, node, base)
-    tl.store(end_number, drawn)
-    tl.store(end_number + 1, drawn * 0.0 + 1.0)
+from draftwise.kernels.triton.device.verify import best_of_parts, end_at, request_of, uniform_of
 
 
 @kernel()
 def keep_at_rates(
     table,
     members,
+    walk,
+    ends,
+    end_numbers,
     rates,
     part_best,
     part_token,
-    ends,
-    end_numbers,
-    walk,
     num_rates,
-    table_stride,
     num_nodes,
     num_parts,
     SAMPLED: tl.constexpr,
@@ -41,14 +26,9 @@ def keep_at_rates(
 ):
     """One request under rule ``synthetic``: first children stay while u is below the rate of their depth. The last one
     is the most likely token, or SAMPLED: drawn later (`.draws`)."""
-    m = tl.program_id(0).to(tl.int64)
-    r = tl.load(members + m).to(tl.int64)
-    fields = table + r * table_stride
+    m, r, fields = request_of(table, members, num_nodes)
     out = walk + r * (2 * num_nodes + 2)
-    seed = tl.load(fields + 2)
-    sample = tl.load(fields + 3)
-    base = tl.load(fields + 4)
-    u = uniform(seed, sample, 2, base - 1, base * 0 - 1, base)
+    u = uniform_of(fields, 2, -1, -1)
     count = tl.load(fields + 1)
     kept = count * 0
     node = kept - 1
@@ -61,21 +41,18 @@ def keep_at_rates(
         kept += tl.where(stays, 1, 0)
     tl.store(out, kept.to(tl.int32))
     if SAMPLED:
-        draw_behind(fields, ends + m * 3, end_numbers + m * 2, kept, node)
+        end_at(fields, ends, end_numbers, m, tl.load(fields) + node + 1, 0, -1, kept, node, 1.0)
     else:
         want = best_of_parts(part_best, part_token, r * (num_nodes + 1) + node + 1, num_parts, PARTS_PAD)
         tl.store(out + 1 + num_nodes + kept, want)
 
 
 @kernel("logits", "p", "vocab", "row_stride")
-def entropies(
-    logits, p, table, members, found, vocab, row_stride, table_stride, num_nodes, BLOCK: tl.constexpr
-):
+def entropies(logits, p, table, members, found, vocab, row_stride, num_nodes, BLOCK: tl.constexpr):
     """Entropy in nats of the row behind one node (0: the root) of one request: log(sum exp l) - sum p l, of which the
     first is max l - log max p."""
-    m = tl.program_id(0).to(tl.int64)
+    m, _, fields = request_of(table, members, num_nodes)
     j = tl.program_id(1).to(tl.int64)
-    fields = table + tl.load(members + m).to(tl.int64) * table_stride
     if j > tl.load(fields + 1):
         return
     row = tl.load(fields) + j
@@ -97,14 +74,13 @@ def keep_typical(
     p,
     table,
     members,
+    walk,
+    ends,
+    end_numbers,
     entropies,
     part_best,
     part_token,
-    ends,
-    end_numbers,
-    walk,
     vocab,
-    table_stride,
     num_nodes,
     num_parts,
     EPSILON: tl.constexpr,
@@ -115,9 +91,7 @@ def keep_typical(
 ):
     """One request under rule ``typical``: the longest path of nodes with p(x) > min(EPSILON, DELTA exp(-H)), the first
     of equals. The last token as in `keep_at_rates`."""
-    m = tl.program_id(0).to(tl.int64)
-    r = tl.load(members + m).to(tl.int64)
-    fields = table + r * table_stride
+    m, r, fields = request_of(table, members, num_nodes)
     out = walk + r * (2 * num_nodes + 2)
     count = tl.load(fields + 1)
     row = tl.arange(0, BLOCK)  # of the root, then of the nodes
@@ -127,9 +101,8 @@ def keep_typical(
     p_x = tl.load(p + (tl.load(fields) + above) * vocab + token, mask=real, other=0.0).to(tl.float64)
     entropy = tl.load(entropies + m * (num_nodes + 1) + above, mask=real, other=0.0)
     passed = tl.where(real & (p_x > tl.minimum(DELTA * tl.exp(-entropy), EPSILON)), 1, 0)
-    lengths = tl.where(
-        row == 0, 1, 0
-    )  # of paths down to each row, the root counted; 0: something was left out
+    # of paths down to each row, the root counted; 0: something was left out
+    lengths = tl.where(row == 0, 1, 0)
     for i in range(1, count + 1):
         parent = 1 + tl.load(fields + 6 + num_nodes + i - 1)
         over = tl.sum(tl.where(row == parent, lengths, 0), 0)
@@ -145,7 +118,7 @@ def keep_typical(
         tl.store(out + 1 + num_nodes + left, tl.load(fields + 6 + at).to(tl.int32))
         at = tl.load(fields + 6 + num_nodes + at)
     if SAMPLED:
-        draw_behind(fields, ends + m * 3, end_numbers + m * 2, kept, node)
+        end_at(fields, ends, end_numbers, m, tl.load(fields) + node + 1, 0, -1, kept, node, 1.0)
     else:
         want = best_of_parts(part_best, part_token, r * (num_nodes + 1) + node + 1, num_parts, PARTS_PAD)
         tl.store(out + 1 + num_nodes + kept, want)

@@ -55,8 +55,8 @@ def rope_write(
     qkv,
     angles,
     q_weight,
-    k_weight,
     q_eps,
+    k_weight,
     k_eps,
     queries,
     kv,
@@ -66,7 +66,6 @@ def rope_write(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
@@ -76,6 +75,7 @@ def rope_write(
     """One head of one row, its halves apart: (a, b) -> (a cos - b sin, b cos + a sin)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    HALF: tl.constexpr = DIM // 2
     i = tl.arange(0, HALF_PAD)
     inside = i < HALF
     at = row * qkv_stride + head * DIM

@@ -74,11 +74,8 @@ def begin_rows(
     tl.store(ancestors + at, tl.load(form + drafts + 1 + j, mask=real, other=1), mask=inside)
     tree = tl.load(form + 3 * (drafts + 1))
     tl.store(is_tree + s, tree.to(tl.int32))
-    tl.store(
-        slots + at,
-        slots_of(table + s * num_pages, key, real, num_pages, spare_slot, PAGE),
-        mask=inside,
-    )
+    slot = slots_of(table + s * num_pages, key, real, num_pages, spare_slot, PAGE)
+    tl.store(slots + at, slot, mask=inside)
     tl.store(context + s, tl.where(live, known - 1, 0).to(tl.int32))
     out = fields + s * (6 + 3 * drafts)
     tl.store(out, s * rows)
@@ -104,6 +101,8 @@ def advance_rows(
     now,
     walk,
     answer,
+    told_stride,
+    drafts,
     table,
     tokens,
     positions,
@@ -118,10 +117,8 @@ def advance_rows(
     nodes,
     reach,
     ends,
-    told_stride,
     num_pages,
     draws,
-    drafts,
     levels,
     number,
     max_len,
@@ -173,11 +170,8 @@ def advance_rows(
             final = (j < tl.where(live, accepted + 1, 0)) & ((read + 1) % PAGE == 0)
             page = tl.maximum(tl.minimum(read // PAGE, num_pages - 1), 0)
             block = tl.load(table + s * num_pages + page, mask=final, other=0).to(tl.int64)
-            tl.store(
-                ends + s * ROWS + j,
-                tl.where(final & (block < spare_block), block, spare_block),
-                mask=j < ROWS,
-            )
+            end = tl.where(final & (block < spare_block), block, spare_block)
+            tl.store(ends + s * ROWS + j, end, mask=j < ROWS)
             fed = tl.where(live & (fed == known), tl.where(drafting, after, after - 1), fed)
         else:
             fed += tl.where(live, tl.minimum(accepted, stored), 0)
@@ -197,11 +191,8 @@ def advance_rows(
         at = s * ROWS + j
         tl.store(tokens + at, tl.where(j < count, token, 0), mask=inside)
         tl.store(positions + at, tl.where(real, key - (DRAFTER - 1), 0), mask=inside)
-        tl.store(
-            slots + at,
-            slots_of(table + s * num_pages, key, real, num_pages, spare_slot, PAGE),
-            mask=inside,
-        )
+        slot = slots_of(table + s * num_pages, key, real, num_pages, spare_slot, PAGE)
+        tl.store(slots + at, slot, mask=inside)
         # rows that fill up must see some key: of nothing no distribution can be made
         unused = tl.load(own + 9)
         tl.store(first_key + s, unused.to(tl.int32))
@@ -246,16 +237,16 @@ def advance_rows(
 
 @kernel()
 def keep_drafts(
-    drafted,
-    form,
     state,
     told,
     now,
+    walk,
     answer,
-    own_forms,
-    drafted_stride,
     told_stride,
     drafts,
+    drafted,
+    form,
+    own_forms,
     steps,
     number,
     DYNAMIC: tl.constexpr,
@@ -267,7 +258,7 @@ def keep_drafts(
     j = tl.arange(0, BLOCK)
     mine = (tl.load(told + s * told_stride + 3) == number) & (tl.load(now + 2 * s) != 0)
     own = j < tl.where(mine, steps, 0)
-    token = tl.load(drafted + s * drafted_stride + j, mask=own, other=0)
+    token = tl.load(drafted + s * steps + j, mask=own, other=0)
     tl.store(state + s * (18 + drafts) + 18 + j, token, mask=own)
     told_back = answer + s * (7 + 4 * drafts) + 7 + drafts
     tl.store(told_back + j, token, mask=own)

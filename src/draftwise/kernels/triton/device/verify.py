@@ -13,6 +13,31 @@ from draftwise.kernels.triton.device.compiled import kernel
 from draftwise.kernels.triton.device.noise import gumbel, row_key, uniform
 
 
+@triton.jit
+def request_of(table, members, num_nodes):
+    """The request that a program decides: which one of the members, which one of the batch, and its fields."""
+    m = tl.program_id(0).to(tl.int64)
+    r = tl.load(members + m).to(tl.int64)
+    return m, r, table + r * (6 + 3 * num_nodes)
+
+
+@triton.jit
+def uniform_of(fields, STREAM: tl.constexpr, depth, node):
+    """The uniform of a node (-1: the root), ``depth`` tokens behind those that are committed."""
+    base = tl.load(fields + 4)
+    return uniform(tl.load(fields + 2), tl.load(fields + 3), STREAM, base + depth, base * 0 + node, base)
+
+
+@triton.jit
+def end_at(fields, ends, end_numbers, m, row, q_at, left_out, kept, node, scale):
+    """Say what the last token is drawn from (`.draws`), behind ``kept`` drafts, of which ``node`` is the last."""
+    tl.store(ends + m * 3, row)
+    tl.store(ends + m * 3 + 1, q_at)
+    tl.store(ends + m * 3 + 2, left_out)
+    tl.store(end_numbers + m * 2, uniform_of(fields, 3, kept, node))
+    tl.store(end_numbers + m * 2 + 1, scale)
+
+
 @kernel("logits", "vocab", "row_stride")
 def wanted_parts(
     logits,
@@ -22,19 +47,16 @@ def wanted_parts(
     part_token,
     vocab,
     row_stride,
-    table_stride,
     num_nodes,
-    num_parts,
     NOISY: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One part of the vocabulary behind one node of one request (0: the root): its largest logit and that token, the
     lowest of equals, -1 if nothing is finite; NOISY: of logit + shared Gumbel noise."""
-    r = tl.load(members + tl.program_id(0)).to(tl.int64)
+    _, r, fields = request_of(table, members, num_nodes)
     j = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    fields = table + r * table_stride
     if j > tl.load(fields + 1):
         return
     row = tl.load(fields) + j
@@ -61,7 +83,7 @@ def wanted_parts(
         first = tl.min(tl.where(values == top, v, 2147483647), 0)
         token = tl.where(top > best, first, token)
         best = tl.maximum(best, top)
-    at = (r * (num_nodes + 1) + j) * num_parts + part
+    at = (r * (num_nodes + 1) + j) * tl.num_programs(2) + part
     tl.store(part_best + at, best)
     tl.store(part_token + at, token)
 
@@ -76,12 +98,9 @@ def best_of_parts(part_best, part_token, at, num_parts, PARTS_PAD: tl.constexpr)
 
 
 @kernel()
-def walk_trees(
-    table, members, part_best, part_token, walk, table_stride, num_nodes, num_parts, PARTS_PAD: tl.constexpr
-):
+def walk_trees(table, members, walk, part_best, part_token, num_nodes, num_parts, PARTS_PAD: tl.constexpr):
     """One request: follow the tokens that the target wants; parents precede their children, so one pass will do."""
-    r = tl.load(members + tl.program_id(0)).to(tl.int64)
-    fields = table + r * table_stride
+    _, r, fields = request_of(table, members, num_nodes)
     out = walk + r * (2 * num_nodes + 2)
     rows = r * (num_nodes + 1)
     node = tl.load(fields) * 0 - 1
@@ -123,36 +142,25 @@ def end_chain(fields, out, ends, end_numbers, m, kept, count, scale, num_nodes):
     rejected = kept < count
     token = tl.load(fields + 6 + kept, mask=rejected, other=-1)
     q_at = tl.load(fields + 6 + 2 * num_nodes + kept, mask=rejected, other=0)
-    base = tl.load(fields + 4)
-    deep = base + kept
-    tl.store(ends + m * 3, tl.load(fields) + kept)
-    tl.store(ends + m * 3 + 1, q_at)
-    tl.store(ends + m * 3 + 2, tl.where(q_at == 0, token, -1))
-    drawn = uniform(tl.load(fields + 2), tl.load(fields + 3), 3, deep, deep - base - 1, base)
-    tl.store(end_numbers + m * 2, drawn)
-    tl.store(end_numbers + m * 2 + 1, tl.where(q_at == 0, 1.0, scale))
+    left_out = tl.where(q_at == 0, token, -1)
+    scale = tl.where(q_at == 0, 1.0, scale)
+    end_at(fields, ends, end_numbers, m, tl.load(fields) + kept, q_at, left_out, kept, kept - 1, scale)
 
 
 @kernel("p", "vocab")
-def judge_chains(p, table, members, walk, ends, end_numbers, vocab, table_stride, num_nodes):
+def judge_chains(p, table, members, walk, ends, end_numbers, vocab, num_nodes):
     """One chain under rule ``rejection``: keep drafts while u < p / q."""
-    m = tl.program_id(0).to(tl.int64)
-    r = tl.load(members + m).to(tl.int64)
-    fields = table + r * table_stride
+    m, r, fields = request_of(table, members, num_nodes)
     first = tl.load(fields)
     count = tl.load(fields + 1)
-    seed = tl.load(fields + 2)
-    sample = tl.load(fields + 3)
-    base = tl.load(fields + 4)
     kept = count * 0
     for i in range(count):
         token, q_at = drafted(fields, i, num_nodes)
         p_x = tl.load(p + (first + i) * vocab + token).to(tl.float64)
         # u < p / q, without dividing by a q that rounded to 0
-        passed = uniform(seed, sample, 2, base + i, base * 0 + i, base) * q_of(q_at, token) < p_x
+        passed = uniform_of(fields, 2, i, i) * q_of(q_at, token) < p_x
         kept += tl.where(kept == i, tl.where(passed, 1, 0), 0)
-    one = uniform(seed, sample, 2, base, base, base) * 0.0 + 1.0
-    end_chain(fields, walk + r * (2 * num_nodes + 2), ends, end_numbers, m, kept, count, one, num_nodes)
+    end_chain(fields, walk + r * (2 * num_nodes + 2), ends, end_numbers, m, kept, count, 1.0, num_nodes)
 
 
 @triton.jit
@@ -167,11 +175,10 @@ def next_scale(p, fields, first, i, scale, vocab, num_nodes):
 
 
 @kernel("p", "vocab")
-def block_masses(p, table, members, masses, vocab, table_stride, num_nodes, BLOCK: tl.constexpr):
+def block_masses(p, table, members, masses, vocab, num_nodes, BLOCK: tl.constexpr):
     """Z_i of one chain, i = 1..n-1: what is left of p_i p after its node i - 1, less the q of node i."""
-    m = tl.program_id(0).to(tl.int64)
+    m, _, fields = request_of(table, members, num_nodes)
     i = tl.program_id(1) + 1
-    fields = table + tl.load(members + m).to(tl.int64) * table_stride
     if i >= tl.load(fields + 1):
         return
     first = tl.load(fields)
@@ -194,16 +201,11 @@ def block_masses(p, table, members, masses, vocab, table_stride, num_nodes, BLOC
 
 
 @kernel("p", "vocab")
-def judge_blocks(p, table, members, masses, walk, ends, end_numbers, vocab, table_stride, num_nodes):
+def judge_blocks(p, table, members, walk, ends, end_numbers, masses, vocab, num_nodes):
     """One chain under rule ``block``: the longest prefix whose uniform is below its chance; see `verify.block`."""
-    m = tl.program_id(0).to(tl.int64)
-    r = tl.load(members + m).to(tl.int64)
-    fields = table + r * table_stride
+    m, r, fields = request_of(table, members, num_nodes)
     first = tl.load(fields)
     count = tl.load(fields + 1)
-    seed = tl.load(fields + 2)
-    sample = tl.load(fields + 3)
-    base = tl.load(fields + 4)
     kept = count * 0
     scale = q_of(count * 0, count * 0)  # 1
     kept_scale = scale
@@ -214,7 +216,7 @@ def judge_blocks(p, table, members, masses, walk, ends, end_numbers, vocab, tabl
         # p == q from here on: nothing to correct
         chance = tl.where(rest > 0.0, z / tl.where(rest > 0.0, rest, 1.0), 1.0)
         chance = tl.where(i < count, chance, scale)
-        passed = uniform(seed, sample, 2, base - 1 + i, base * 0 + i - 1, base) < chance
+        passed = uniform_of(fields, 2, i - 1, i - 1) < chance
         kept = tl.where(passed, count * 0 + i, kept)
         kept_scale = tl.where(passed, scale, kept_scale)
     end_chain(
@@ -223,41 +225,24 @@ def judge_blocks(p, table, members, masses, walk, ends, end_numbers, vocab, tabl
 
 
 @kernel("p", "scratch", "vocab")
-def reject_trees(
-    p,
-    table,
-    members,
-    scratch,
-    walk,
-    ends,
-    end_numbers,
-    vocab,
-    table_stride,
-    num_nodes,
-    BLOCK: tl.constexpr,
-):
+def reject_trees(p, table, members, walk, ends, end_numbers, scratch, vocab, num_nodes, BLOCK: tl.constexpr):
     """One tree under rules ``rejection`` and ``block``: children of a node are tried in drawing order, each rejected
     one is taken away from p; see `verify.rejection.walk_tree`.
 
     ``scratch`` [members, 3, V]: two rows that the rest of p is in by turns, one for the rest of q. A child of the node
     that was kept last comes after it, so one pass over the nodes will do.
     """
-    m = tl.program_id(0).to(tl.int64)
-    r = tl.load(members + m).to(tl.int64)
-    fields = table + r * table_stride
+    m, r, fields = request_of(table, members, num_nodes)
     out = walk + r * (2 * num_nodes + 2)
     first = tl.load(fields)
     count = tl.load(fields + 1)
-    seed = tl.load(fields + 2)
-    sample = tl.load(fields + 3)
-    base = tl.load(fields + 4)
     without = tl.load(fields + 5)
     own = scratch + m * 3 * vocab
     node = count * 0 - 1
     length = count * 0
     turn = count * 0 - 1  # which scratch row holds the rest of p; -1: p is whole
     worn = count * 0  # whether the rest of q is in its scratch row
-    one = uniform(seed, sample, 2, base, base, base) * 0.0 + 1.0
+    one = q_of(first * 0, first * 0)  # in float64
     left_total = one
     q_total = one
     for i in range(count):
@@ -267,8 +252,7 @@ def reject_trees(
             q_row = tl.where(worn != 0, own + 2 * vocab, q_at.to(tl.pointer_type(tl.float32)))
             p_x = tl.load(left + token).to(tl.float64) / left_total
             q_x = tl.load(q_row + token, mask=q_at != 0, other=1.0).to(tl.float64) / q_total
-            judged = uniform(seed, sample, 2, base + length, base * 0 + i, base)
-            if judged * q_x < p_x:
+            if uniform_of(fields, 2, length, i) * q_x < p_x:
                 tl.store(out + 1 + length, i)
                 tl.store(out + 1 + num_nodes + length, token)
                 length += 1
@@ -323,9 +307,5 @@ def reject_trees(
                 left_total = tl.where(total > 0.0, total, left_total)
                 tl.debug_barrier()  # what the rows hold now is read by every thread
     tl.store(out, length)
-    deep = base + length
-    tl.store(ends + m * 3, tl.where(turn < 0, first + 1 + node, -1 - (3 * m + turn)))
-    tl.store(ends + m * 3 + 1, first * 0)
-    tl.store(ends + m * 3 + 2, first * 0 - 1)
-    tl.store(end_numbers + m * 2, uniform(seed, sample, 3, deep, node, base))
-    tl.store(end_numbers + m * 2 + 1, one)
+    row = tl.where(turn < 0, first + 1 + node, -1 - (3 * m + turn))
+    end_at(fields, ends, end_numbers, m, row, 0, -1, length, node, 1.0)
