@@ -230,7 +230,8 @@ def test_a_captured_loop_is_the_loop(tmp_path: Path, stream: Literal["draft", "s
 
 
 def test_sizes_by_hand() -> None:
-    assert request_counts(1) == (1,)
+    assert request_counts(1) == (1,) and request_counts(6) == (1, 2, 4, 6)
+    assert request_counts(8) == (1, 2, 4, 8) and request_counts(12) == (1, 2, 4, 8, 12)
     assert request_counts(40) == (1, 2, 4, 8, 16, 24, 32, 40)
     assert request_counts(256) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     assert key_limits(4096) == (4160,) and key_limits(131072) == (8192, 131136)

@@ -20,9 +20,9 @@ def request_counts(most: int) -> tuple[int, ...]:
 
     Example: 40 -> 1, 2, 4, 8, 16, 24, 32, 40. A batch is filled up to the next one.
     """
-    counts, step = [1, 2, 4], 8
+    counts, step = [1, 2, 4, 8], 8
     while counts[-1] + step < most:
-        counts.append(counts[-1] + (4 if counts[-1] == 4 else step))
+        counts.append(counts[-1] + step)
         if counts[-1] >= 4 * step:
             step *= 2
     return tuple(sorted({min(c, most) for c in (*counts, most)}))
