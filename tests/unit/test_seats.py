@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.fakes.seats import DRAFTS, PAGE, SEATS, SPARE, VOCAB, pass_rows, random_memory, set_rules
+from tests.fakes.seats import (
+    DRAFTS,
+    PAGE,
+    SEATS,
+    SPARE,
+    VOCAB,
+    loop_seats,
+    pass_rows,
+    random_memory,
+    set_rules,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwise.graphs.backend import Rerun
@@ -38,6 +48,7 @@ from draftwise.graphs.seats.memory import (
     SeatMemory,
     pages_of_step,
 )
+from draftwise.graphs.seats.rows import LoopRows
 from draftwise.graphs.seats.rules import Deciding, verify
 from draftwise.graphs.seats.shaping import BIASED, PENALISED, TEMPERED, TRUNCATED, Shaping, numbers_of
 from draftwise.graphs.seats.step import Entering, SeatedSteps
@@ -429,6 +440,21 @@ def test_a_launch_copies_twice_and_reads_nothing(monkeypatch: pytest.MonkeyPatch
     with _NoReads() as mode:
         steps.launch(target, [loop], ["greedy"])
     assert mode.copies == 2
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_drafters_read_tokens_of_requests_that_fail(head: bool) -> None:
+    """Where no token could be drawn (-1) the host knows it a step late, and a drafter has no row of that number."""
+    memory = random_memory(5, CPU)
+    rows.begin(memory, pass_rows(DRAFTS + 1, CPU).batch, SPARE)
+    memory.walk.packed.zero_()
+    memory.walk.packed[:, 1 + DRAFTS :] = -1
+    first = pass_rows(DRAFTS + 1, CPU)
+    ends = torch.zeros(first.shape.size, dtype=torch.int64) if head else None
+    loop = LoopRows(1, loop_seats(CPU), first.batch, "argmax", 24, SPARE, head, ends=ends, spare_block=20)
+    rows.advance(memory, SEATS, loop)
+    assert memory.answer[0, ANSWER] == -1 and memory.answer[0, ANSWERED_WAITING] > 0
+    assert first.batch.token_ids.min() == 0
 
 
 def test_the_budget_of_nobody_is_nothing() -> None:

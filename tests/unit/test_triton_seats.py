@@ -91,6 +91,7 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
         packed[:SEATS, 0] = torch.minimum(kept, memory.now[:, 1])
         packed[:, 1 : 1 + DRAFTS] = torch.arange(DRAFTS, device=DEVICE)
         packed[:, 1 + DRAFTS :] = torch.arange(DRAFTS + 1, device=DEVICE) + 20
+        packed[0, 1 + DRAFTS] = -1  # no token could be drawn
         if drafter == "none":
             form.advance(memory, SEATS)
             made.append([*tensors(memory), memory.answer.tolist()])
@@ -109,6 +110,7 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
             )
             form.advance(memory, SEATS, loop)
             form.finish(memory, SEATS, loop)
+            assert batch.token_ids.min() == 0
             static = rows.static_of(batch)
             read = (batch.token_ids, batch.positions, batch.slots, static.context, static.first_key, ends)
             found += [x.tolist() for x in (*read, *seats[:3], seats.noise)]

@@ -126,7 +126,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         row = torch.arange(width, device=state.device)
         keys = first[:, None] + row
         behind = keys - known[:, None]
-        rows = tokens.gather(1, behind.clamp(0, drafts))
+        rows = tokens.clamp(min=0).gather(1, behind.clamp(0, drafts))
         rows = torch.where(behind < 0, old_root[:, None], rows)
         rows = torch.where(row < count_of[:, None], rows, 0)
         masks = (wanted - 1).clamp(min=0) if loop.shape == "masked" else 0

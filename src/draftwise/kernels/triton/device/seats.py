@@ -165,7 +165,7 @@ def advance_rows(
         if DRAFTER == 2:
             first = known
             count = tl.where(drafting, accepted + 1, accepted)
-            token = committed
+            token = tl.maximum(committed, 0)
             read = known - 1 + j
             final = (j < tl.where(live, accepted + 1, 0)) & ((read + 1) % PAGE == 0)
             page = tl.maximum(tl.minimum(read // PAGE, num_pages - 1), 0)
