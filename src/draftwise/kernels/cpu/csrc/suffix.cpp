@@ -26,14 +26,25 @@ void SuffixTree::append(uint32_t s, const int32_t* tokens, uint64_t n) {
   Seq& seq = seqs_[s];
   assert(!seq.removed);
   if (!seq.open) open(seq);
+  if (n == 0) return;
+  uint32_t place = push_token(seq, tokens[0]);
+  for (uint64_t i = 1; i < n; ++i) push_token(seq, tokens[i]);
+  // One suffix after the other, each by all of its tokens, the longest first: the last that passes an edge then is the newest that
+  // does so, and names the place of its label.
   std::vector<uint32_t>& loci = seq.loci;
-  if (loci.capacity() < depth_ && n) loci.reserve(std::min<uint64_t>(depth_, loci.size() + n));
+  const size_t known = loci.size();
+  size_t kept = 0;
+  for (size_t i = 0; i < known; ++i) {
+    const uint64_t length = known - i, more = std::min<uint64_t>(n, depth_ - length);
+    const uint32_t locus = grow(loci[i], tokens, uint32_t(more), place, seq.order);
+    if (length + n <= depth_) loci[kept++] = locus;
+  }
+  loci.resize(kept);
+  if (loci.capacity() < depth_) loci.reserve(std::min<uint64_t>(depth_, kept + n));
   for (uint64_t i = 0; i < n; ++i) {
-    int32_t token = tokens[i];
-    uint32_t place = push_token(seq, token);
-    if (loci.size() == depth_) loci.erase(loci.begin());
-    for (uint32_t& locus : loci) locus = step(locus, token, place, seq.order);
-    loci.push_back(step(kRootNode, token, place, seq.order));
+    const uint32_t locus = grow(kRootNode, tokens + i, uint32_t(std::min<uint64_t>(n - i, depth_)), place, seq.order);
+    if (n - i <= depth_) loci.push_back(locus);
+    if (i + 1 < n) place = after(place, 1);
   }
 }
 
@@ -45,7 +56,7 @@ void SuffixTree::close(uint32_t s) {
 void SuffixTree::open(Seq& seq) {
   uint32_t n = std::min(seq.length, depth_);
   std::vector<int32_t> tail(n);
-  uint32_t place = seq.length ? seq.first << 4 : 0;
+  uint32_t place = seq.length ? first_place(seq) : 0;
   if (n) place = after(place, seq.length - n);
   for (uint32_t i = 0; i < n; ++i) {
     tail[i] = token_at(place);
@@ -92,47 +103,95 @@ uint64_t SuffixTree::settle(uint64_t most) {
   return pending_;
 }
 
-// The string that ends in node `at` and is one occurrence of an open sequence's end goes on with `token`, which stands in
-// `place`. Returns the node in which it ends now.
-uint32_t SuffixTree::step(uint32_t at, int32_t token, uint32_t place, uint32_t order) {
-  Node& upper = nodes_[at];
-  if (upper.log == 0 && upper.count == 1 && at != kRootNode) {  // the only occurrence: the edge grows
-    ++upper.length;
-    return at;
+// The string that ends in node `at` and is one occurrence of an open sequence's end goes on with `tokens` [n], the first of
+// which stands in `place`. Returns the node in which it ends now.
+uint32_t SuffixTree::grow(uint32_t at, const int32_t* tokens, uint32_t n, uint32_t place, uint32_t order) {
+  while (n > 0) {
+    Node& upper = nodes_[at];
+    if (upper.log == 0 && upper.count == 1 && at != kRootNode) {  // the only occurrence: the edge grows
+      upper.length = uint16_t(upper.length + n);
+      return at;
+    }
+    const uint32_t child = find(at, tokens[0]);
+    if (child == kNoNode) {
+      const uint32_t leaf = new_node(at, tokens[0], place, 1, n);
+      add_child(at, leaf);
+      return leaf;
+    }
+    Node& below = nodes_[child];
+    // Whether the node is here for our end alone: it goes when we go on.
+    const bool ours = at != kRootNode && below.count + 1 == upper.count && upper.log == 1;
+    const uint32_t passed = alike(below.start, tokens, std::min<uint32_t>(n, below.length));
+    if (passed == below.length) {
+      raise(child);
+      if (int32_t(order - order_of(below.start)) >= 0) below.start = place;
+      if (ours) join(at, child);
+      at = child;
+    } else if (ours) {  // the node moves down the edge; its only child is in no table
+      upper.length = uint16_t(upper.length + passed);
+      shorten(below, passed);
+    } else {
+      at = split(child, passed);
+      if (int32_t(order - order_of(nodes_[at].start)) >= 0) nodes_[at].start = place;
+    }
+    n -= passed;
+    tokens += passed;
+    if (n > 0) place = after(place, passed);
   }
-  uint32_t child = find(at, token);
-  if (child == kNoNode) {
-    child = new_node(at, token, place, 1, 1);
-    add_child(at, child);
-    return child;
+  return at;
+}
+
+// How many of `tokens` [n] stand from `place` on; the first one does.
+uint32_t SuffixTree::alike(uint32_t place, const int32_t* tokens, uint32_t n) const {
+  for (uint32_t i = 1; i < n; ++i) {
+    place = after(place, 1);
+    if (token_at(place) != tokens[i]) return i;
   }
+  return n;
+}
+
+// The first `by` tokens of its edge now lie above the node.
+void SuffixTree::shorten(Node& node, uint32_t by) {
+  node.start = after(node.start, by);
+  node.length = uint16_t(node.length - by);
+  node.token = token_at(node.start);
+}
+
+// A node `by` tokens down the edge to `child`, where one more string ends.
+uint32_t SuffixTree::split(uint32_t child, uint32_t by) {
   Node& below = nodes_[child];
-  // Whether the node is here for our end alone: it goes when we go on.
-  bool ours = at != kRootNode && below.count + 1 == upper.count && list(upper)[0] == 1;
-  if (below.length == 1) {
-    raise(child);
-    if (int32_t(order - order_of(below.start)) >= 0) below.start = place;
-    if (ours) join(at, child);
-    return child;
-  }
-  if (ours) {  // the node moves down the edge; its only child is in no table
-    ++upper.length;
-    below.start = after(below.start, 1);
-    --below.length;
-    below.token = token_at(below.start);
-    return at;
-  }
-  uint32_t middle = new_node(at, token, below.start, below.count, 1);
-  Node& split = nodes_[middle];
+  const uint32_t middle = new_node(below.parent, below.token, below.start, below.count, by);
   replace_child(child, middle);
   below.parent = middle;
-  below.start = after(below.start, 1);
-  --below.length;
-  below.token = token_at(below.start);
+  shorten(below, by);
   add_child(middle, child);
   raise(middle);
-  if (int32_t(order - order_of(split.start)) >= 0) split.start = place;
   return middle;
+}
+
+void SuffixTree::fetch(uint32_t s, const int32_t* tokens, uint64_t n, int stage) const {
+  const Seq& seq = seqs_[s];
+  if (stage == 0) {
+    __builtin_prefetch(&seq);
+    return;
+  }
+  if (!seq.open || seq.length == 0 || seq.length >= n) return;
+  if (stage == 1) {
+    for (size_t i = 0; i < seq.loci.size(); i += 16) __builtin_prefetch(&seq.loci[i], 1);
+    __builtin_prefetch(&blocks_[seq.last], 1);
+    return;
+  }
+  const int32_t token = tokens[seq.length];
+  for (uint32_t at : seq.loci) {
+    const Node& node = nodes_[at];
+    if (stage == 2) {
+      __builtin_prefetch(&node, 1);
+    } else if (node.log == 1) {
+      __builtin_prefetch(&nodes_[node.kids], 1);
+    } else if (node.log > 1) {
+      __builtin_prefetch(node.log < kHashed ? list(node) : &buckets_[bucket_of(at, token)]);
+    }
+  }
 }
 
 // `upper` has one child left, `lower`, and as many occurrences: the two edges become one.
@@ -168,9 +227,7 @@ void SuffixTree::forget(const Seq& seq) {
     place = after(place, length);
   }
   Node& node = nodes_[at];
-  if (at != kRootNode && node.log && list(node)[0] == 1 && nodes_[list(node)[1]].count == node.count) {
-    join(at, list(node)[1]);
-  }
+  if (at != kRootNode && node.log == 1 && nodes_[node.kids].count == node.count) join(at, node.kids);
 }
 
 bool SuffixTree::walk(const int32_t* tokens, uint64_t n, Locus* found) const {
@@ -201,7 +258,7 @@ uint64_t SuffixTree::count(const int32_t* tokens, uint64_t n) const {
 uint64_t SuffixTree::agree(uint32_t s, const int32_t* tokens, uint64_t n) const {
   const Seq& seq = seqs_[s];
   uint64_t limit = std::min<uint64_t>(n, seq.length);
-  uint32_t place = seq.first << 4;
+  uint32_t place = limit ? first_place(seq) : 0;
   for (uint64_t i = 0; i < limit; ++i) {
     if (token_at(place) != tokens[i]) return i;
     if (i + 1 < limit) place = after(place, 1);

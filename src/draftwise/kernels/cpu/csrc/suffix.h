@@ -2,8 +2,8 @@
 // proposer looks things up in (docs/algorithms/suffix.md). Counts are exact after every token.
 //
 // Paths are compressed: a node stands where strings branch or a sequence ends, and its edge is labelled by a place in some
-// sequence's tokens. Every string that ends an open sequence therefore ends in a node, its locus; taking in a token moves at
-// most `depth` loci down by one. Sequences are removed in the order in which they began. A label always lies in the newest
+// sequence's tokens. Every string that ends an open sequence therefore ends in a node, its locus; taking in tokens moves at
+// most `depth` loci down. Sequences are removed in the order in which they began. A label always lies in the newest
 // sequence that passes its edge, so that a removal never takes tokens away that an edge still needs.
 #pragma once
 
@@ -71,6 +71,11 @@ class SuffixTree {
   // sequence whose tokens end the context (its loci, if it is open, save the search).
   void draft(int64_t seq, const int32_t* context, uint64_t n, const SuffixLimits&, int32_t source, SuffixDraft* best);
 
+  // Asks the memory for what `append` will look at if sequence `seq` is to become `tokens` [n]. Each stage finds its addresses
+  // in what the one before asked for.
+  static constexpr int kStages = 4;
+  void fetch(uint32_t seq, const int32_t* tokens, uint64_t n, int stage) const;
+
   uint64_t count(const int32_t* tokens, uint64_t n) const;  // occurrences of a string of at most `depth` tokens
   uint64_t agree(uint32_t seq, const int32_t* tokens, uint64_t n) const;  // leading tokens of the sequence that equal these
   uint64_t length(uint32_t seq) const { return seqs_[seq].length; }
@@ -88,22 +93,25 @@ class SuffixTree {
     int32_t token;   // first of the edge
     uint32_t start;  // place of that token in the newest occurrence
     uint32_t count;  // occurrences, the same all along the edge
-    uint32_t next;   // in its hash chain, if it has siblings, or in the list of free nodes
-    uint32_t kids;   // the list of children: how many, then their nodes, the most frequent first
+    uint32_t next;   // in its hash chain, if it has many siblings, or in the list of free nodes
+    uint32_t kids;   // the only child, or the list of children: how many, then their nodes, the most frequent first; behind the
+                     // room for these, if they are few, their tokens
     uint32_t slot;   // index in the parent's list
     uint16_t length;
-    uint8_t log;  // the list has room for (1 << log) - 1 children; 0: there is no list
+    uint8_t log;  // 0: no child; 1: one; more: a list with room for (1 << log) - 1
     uint8_t unused;
   };
   static_assert(sizeof(Node) == 32, "two nodes share a cache line");
 
-  // 16 tokens of one sequence. Place p is token p % 16 of block p / 16.
-  struct Block {
-    int32_t tokens[16];
+  // 13 tokens of one sequence. Place p is word p % 16 of block p / 16; the first three words are the block's own numbers.
+  static constexpr uint32_t kFirstSlot = 3, kTokens = 16 - kFirstSlot;
+  struct alignas(64) Block {
     uint32_t next;
     uint32_t order;   // of the sequence; larger is newer
     uint32_t number;  // of the block in its sequence
+    int32_t tokens[kTokens];
   };
+  static_assert(sizeof(Block) == 64, "a cache line");
 
   struct Seq {
     uint32_t order = 0;
@@ -125,7 +133,8 @@ class SuffixTree {
     }
   };
 
-  int32_t token_at(uint32_t place) const { return blocks_[place >> 4].tokens[place & 15]; }
+  int32_t token_at(uint32_t place) const { return blocks_[place >> 4].tokens[(place & 15) - kFirstSlot]; }
+  static uint32_t first_place(const Seq& seq) { return seq.first << 4 | kFirstSlot; }
   uint32_t after(uint32_t place, uint32_t steps) const;
   uint32_t order_of(uint32_t place) const { return blocks_[place >> 4].order; }
   bool newer(uint32_t a, uint32_t b) const;
@@ -134,10 +143,15 @@ class SuffixTree {
 
   uint32_t new_node(uint32_t parent, int32_t token, uint32_t start, uint32_t count, uint32_t length);
   void free_node(uint32_t n);
+  // Lists of nodes whose `log` is kHashed or more have no tokens: the children are in the table.
+  static constexpr unsigned kHashed = 4;
+  static unsigned words(unsigned log) { return log < kHashed ? log + 1 : log; }
   uint32_t* list(const Node& node) { return node.log > 12 ? big_lists_[node.kids].get() : &lists_[node.kids]; }
   const uint32_t* list(const Node& node) const {
     return node.log > 12 ? big_lists_[node.kids].get() : &lists_[node.kids];
   }
+  uint32_t num_children(const Node& node) const { return node.log < 2 ? node.log : list(node)[0]; }
+  const uint32_t* children(const Node& node) const { return node.log < 2 ? &node.kids : list(node) + 1; }
   uint32_t new_list(unsigned log);
   void free_list(uint32_t place, unsigned log);
   void resize_list(Node& node, unsigned log);
@@ -146,14 +160,18 @@ class SuffixTree {
   void replace_child(uint32_t child, uint32_t fresh);
   void raise(uint32_t n);
   void lower(uint32_t n);
-  void swap_children(uint32_t* kids, uint32_t i, uint32_t j);
+  void swap_children(const Node& parent, uint32_t i, uint32_t j);
 
   uint32_t bucket_of(uint32_t parent, int32_t token) const;
   uint32_t find(uint32_t parent, int32_t token) const;
   void link(uint32_t n);
   void unlink(uint32_t n);
+  uint32_t* link_to(uint32_t n);
 
-  uint32_t step(uint32_t at, int32_t token, uint32_t place, uint32_t order);
+  uint32_t grow(uint32_t at, const int32_t* tokens, uint32_t n, uint32_t place, uint32_t order);
+  uint32_t alike(uint32_t place, const int32_t* tokens, uint32_t n) const;
+  void shorten(Node& node, uint32_t by);
+  uint32_t split(uint32_t child, uint32_t by);
   void join(uint32_t upper, uint32_t lower);
   void forget(const Seq& seq);
   bool walk(const int32_t* tokens, uint64_t n, Locus* found) const;

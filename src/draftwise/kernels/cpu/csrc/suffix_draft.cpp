@@ -45,13 +45,18 @@ void SuffixTree::draft(int64_t s, const int32_t* context, uint64_t n, const Suff
     if (more) matches_.push_back(at);
   }
   // Longest first. No node has a probability over 1, so a score is at most the number of nodes allowed, and shorter
-  // matches allow fewer.
+  // matches allow fewer. A shorter match that occurred as often as a longer one occurred where the longer one did, and goes
+  // on in the same way, unless the longer one is cut at the tree's depth.
+  uint32_t same = 0;  // occurrences of the newest match that was walked and is not cut; 0: there is none
   for (int32_t length = int32_t(matches_.size()); length > 0; --length) {
     double allowed = std::floor(length * limits.factor + limits.offset + 1e-6);
     int32_t most = int32_t(std::min<double>(allowed, std::min(limits.budget, kMaxDraft)));
     if (most <= 0 || !better(most, length, *best)) break;
-    SuffixDraft found;
     Locus from = matches_[size_t(length) - 1];
+    const uint32_t count = nodes_[from.node].count;
+    if (count == same) continue;
+    same = uint32_t(length + most) <= depth_ ? count : 0;
+    SuffixDraft found;
     if (limits.shape == 0) {
       chain(from, most, limits, &found);
     } else if (limits.shape == 1) {
@@ -71,13 +76,13 @@ void SuffixTree::draft(int64_t s, const int32_t* context, uint64_t n, const Suff
 bool SuffixTree::likeliest(Locus* at, double* prob, double min_prob) const {
   const Node& node = nodes_[at->node];
   if (node.log == 0) return false;
-  const uint32_t* kids = list(node);
-  uint32_t chosen = kids[1];
+  const uint32_t *kids = children(node), *end = kids + num_children(node);
+  uint32_t chosen = *kids;
   const uint32_t count = nodes_[chosen].count;
   double p = *prob * (double(count) / double(node.count));
   if (p < min_prob) return false;
-  for (uint32_t i = 2; i <= kids[0] && nodes_[kids[i]].count == count; ++i) {
-    if (newer(nodes_[kids[i]].start, nodes_[chosen].start)) chosen = kids[i];
+  while (++kids < end && nodes_[*kids].count == count) {
+    if (newer(nodes_[*kids].start, nodes_[chosen].start)) chosen = *kids;
   }
   *prob = p;
   *at = Locus{chosen, 0};
@@ -89,13 +94,12 @@ bool SuffixTree::likeliest(Locus* at, double* prob, double min_prob) const {
 void SuffixTree::ranked(uint32_t n, double prob, double min_prob, uint32_t most) {
   ranked_.clear();
   const Node& node = nodes_[n];
-  if (node.log == 0) return;
-  const uint32_t* kids = list(node);
-  for (uint32_t i = 1; i <= kids[0]; ++i) {
-    uint32_t count = nodes_[kids[i]].count;
+  const uint32_t *kids = children(node), *end = kids + num_children(node);
+  for (; kids < end; ++kids) {
+    uint32_t count = nodes_[*kids].count;
     if (prob * (double(count) / double(node.count)) < min_prob) break;
     if (ranked_.size() >= most && count < nodes_[ranked_.back()].count) break;
-    ranked_.push_back(kids[i]);
+    ranked_.push_back(*kids);
   }
   std::sort(ranked_.begin(), ranked_.end(), [this](uint32_t a, uint32_t b) {
     const Node &x = nodes_[a], &y = nodes_[b];
@@ -342,17 +346,30 @@ void dw::suffix_steps(Pool* pool, int64_t requests, void* global, const SuffixLi
     own.shape = (int32_t)context.at(7, r);
     require(own.shape == 0 || own.shape == 1, "a shape without a tree");
   }
+  // Behind a pass the caches have nothing of the trees. So many requests at a time are asked of the memory together.
+  constexpr int64_t TOGETHER = 8;
+  const int64_t groups = (requests + TOGETHER - 1) / TOGETHER;
   // Each request's own tree is nobody else's; the tree of all is changed by one after the other.
   constexpr int64_t SHARED_REQUESTS = 16;  // from which a second thread brings more than it costs
   parallel_for(
-      requests < SHARED_REQUESTS ? nullptr : pool, (int)requests,
-      [](void* arg, int r, int) {
+      requests < SHARED_REQUESTS ? nullptr : pool, (int)groups,
+      [](void* arg, int group, int) {
         const Context& c = *(const Context*)arg;
-        Own& own = c.own[r];
-        own.fresh = local_step((void*)(uintptr_t)c.at(0, r), c.tokens(r), c.at(3, r), own.limits, &own.draft);
+        const int64_t first = group * TOGETHER, end = std::min(first + TOGETHER, c.requests);
+        for (int stage = 0; stage < SuffixTree::kStages; stage++)
+          for (int64_t r = first; r < end; r++) tree_of((void*)(uintptr_t)c.at(0, r))->fetch(0, c.tokens(r), (uint64_t)c.at(3, r), stage);
+        for (int64_t r = first; r < end; r++) {
+          Own& own = c.own[r];
+          own.fresh = local_step((void*)(uintptr_t)c.at(0, r), c.tokens(r), c.at(3, r), own.limits, &own.draft);
+        }
       },
       &context);
   for (int64_t r = 0; r < requests; r++) {
+    if (global && r % TOGETHER == 0)
+      for (int stage = 0; stage < SuffixTree::kStages; stage++)
+        for (int64_t i = r; i < std::min(r + TOGETHER, requests); i++)
+          if (context.at(1, i) >= 0)
+            tree_of(global)->fetch((uint32_t)context.at(1, i), context.tokens(i) + context.at(4, i), (uint64_t)(context.at(3, i) - context.at(4, i)), stage);
     Own& own = memory[(size_t)r];
     SuffixDraft& out = own.draft;
     const int32_t size = global_step(global, context.at(1, r), context.tokens(r), context.at(3, r), context.at(4, r), own.fresh, own.limits, &out);

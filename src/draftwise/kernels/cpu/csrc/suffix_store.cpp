@@ -28,10 +28,10 @@ SuffixTree::SuffixTree(uint32_t depth) : depth_(depth), free_nodes_(kNoNode), fr
 
 // ---------------------------------------------------------------------------------------------------- tokens
 
-// Example: place 30 (token 14 of block 1), 3 steps, block 1 followed by block 7: place 7 * 16 + 1.
+// Example: place 30 (slot 14 of block 1), 3 steps, block 1 followed by block 7: slot 4 of it, place 7 * 16 + 4.
 uint32_t SuffixTree::after(uint32_t place, uint32_t steps) const {
   uint32_t block = place >> 4, at = (place & 15) + steps;
-  for (; at > 15; at -= 16) block = blocks_[block].next;
+  for (; at > 15; at -= kTokens) block = blocks_[block].next;
   return block << 4 | at;
 }
 
@@ -42,7 +42,7 @@ bool SuffixTree::newer(uint32_t a, uint32_t b) const {
 }
 
 uint32_t SuffixTree::push_token(Seq& seq, int32_t token) {
-  uint32_t at = seq.length & 15;
+  const uint32_t at = seq.length % kTokens;
   if (at == 0) {
     uint32_t fresh = free_blocks_;
     if (fresh != kNoNode) {
@@ -54,10 +54,10 @@ uint32_t SuffixTree::push_token(Seq& seq, int32_t token) {
     Block& block = blocks_[fresh];
     block.next = kNoNode;
     block.order = seq.order;
-    block.number = seq.length >> 4;
+    block.number = seq.length / kTokens;
     if (seq.length == 0) {
       seq.first = fresh;
-      seq.gone_at = fresh << 4;
+      seq.gone_at = first_place(seq);
     } else {
       blocks_[seq.last].next = fresh;
     }
@@ -66,7 +66,7 @@ uint32_t SuffixTree::push_token(Seq& seq, int32_t token) {
   blocks_[seq.last].tokens[at] = token;
   ++seq.length;
   ++num_tokens_;
-  return seq.last << 4 | at;
+  return seq.last << 4 | (kFirstSlot + at);
 }
 
 // ------------------------------------------------------------------------------------------- nodes and lists
@@ -85,12 +85,13 @@ uint32_t SuffixTree::new_node(uint32_t parent, int32_t token, uint32_t start, ui
 }
 
 void SuffixTree::free_node(uint32_t n) {
-  if (nodes_[n].log) free_list(nodes_[n].kids, nodes_[n].log);
+  if (nodes_[n].log > 1) free_list(nodes_[n].kids, words(nodes_[n].log));
   nodes_[n].next = free_nodes_;
   free_nodes_ = n;
   --num_nodes_;
 }
 
+// A list of 1 << log words.
 uint32_t SuffixTree::new_list(unsigned log) {
   if (log > kMaxPieceLog) {
     uint32_t place = uint32_t(big_lists_.size());
@@ -134,60 +135,80 @@ void SuffixTree::free_list(uint32_t place, unsigned log) {
   free_lists_[log] = place;
 }
 
+// From a list, or the only child, to a list with room for more, or for less.
 void SuffixTree::resize_list(Node& node, unsigned log) {
-  uint32_t fresh = new_list(log);
-  uint32_t* to = log > kMaxPieceLog ? big_lists_[fresh].get() : &lists_[fresh];
-  if (node.log) {
-    const uint32_t* from = list(node);
-    std::copy(from, from + from[0] + 1, to);
-    free_list(node.kids, node.log);
-  } else {
-    to[0] = 0;
-  }
+  const uint32_t fresh = new_list(words(log)), count = num_children(node);
+  uint32_t* to = words(log) > kMaxPieceLog ? big_lists_[fresh].get() : &lists_[fresh];
+  to[0] = count;
+  std::copy(children(node), children(node) + count, to + 1);
+  const bool linked = node.log >= kHashed;
+  if (node.log > 1) free_list(node.kids, words(node.log));
   node.kids = fresh;
   node.log = uint8_t(log);
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t child = to[1 + i];
+    if (log < kHashed) to[(1u << log) + i] = uint32_t(nodes_[child].token);
+    if (log >= kHashed && !linked) link(child);
+    if (log < kHashed && linked) unlink(child);
+  }
 }
 
 void SuffixTree::add_child(uint32_t parent, uint32_t child) {
   Node& node = nodes_[parent];
+  const uint32_t slot = num_children(node);
+  nodes_[child].slot = slot;
   if (node.log == 0) {
-    resize_list(node, 1);
-  } else if (list(node)[0] + 1 == (1u << node.log)) {
-    resize_list(node, node.log + 1u);
+    node.kids = child;
+    node.log = 1;
+    return;
   }
+  if (slot + 1 == (1u << node.log)) resize_list(node, node.log + 1u);
   uint32_t* kids = list(node);
-  nodes_[child].slot = kids[0];
-  kids[++kids[0]] = child;
-  if (kids[0] == 2) link(kids[1]);
-  if (kids[0] > 1) link(child);
+  kids[0] = slot + 1;
+  kids[1 + slot] = child;
+  if (node.log < kHashed) {
+    kids[(1u << node.log) + slot] = uint32_t(nodes_[child].token);
+  } else {
+    link(child);
+  }
 }
 
 // A child of count 1: those stand at the end of the list, so any of them may fill its place.
 void SuffixTree::drop_child(uint32_t child) {
   Node& node = nodes_[nodes_[child].parent];
-  uint32_t* kids = list(node);
-  if (kids[0] > 1) unlink(child);
-  uint32_t last = kids[kids[0]--];
-  kids[1 + nodes_[child].slot] = last;
-  nodes_[last].slot = nodes_[child].slot;
-  if (kids[0] == 1) unlink(kids[1]);
-  if (kids[0] == 0) {
-    free_list(node.kids, node.log);
+  if (node.log == 1) {
     node.log = 0;
-  } else if (node.log > 1 && kids[0] < (1u << node.log) / 4) {
+    return;
+  }
+  uint32_t *kids = list(node), *tokens = kids + (1u << node.log);
+  if (node.log >= kHashed) unlink(child);
+  const uint32_t slot = nodes_[child].slot, end = --kids[0], last = kids[1 + end];
+  kids[1 + slot] = last;
+  if (node.log < kHashed) tokens[slot] = tokens[end];
+  nodes_[last].slot = slot;
+  if (end == 1) {
+    const uint32_t only = kids[1];
+    free_list(node.kids, words(node.log));
+    node.kids = only;
+    node.log = 1;
+  } else if (end < (1u << node.log) / 4) {
     resize_list(node, node.log - 1u);
   }
 }
 
 // `fresh`, of the same parent and token, comes in a child's place.
 void SuffixTree::replace_child(uint32_t child, uint32_t fresh) {
-  uint32_t* kids = list(nodes_[nodes_[child].parent]);
+  Node& node = nodes_[nodes_[child].parent];
   nodes_[fresh].slot = nodes_[child].slot;
-  kids[1 + nodes_[child].slot] = fresh;
-  if (kids[0] > 1) {
-    unlink(child);
-    link(fresh);
+  if (node.log == 1) {
+    node.kids = fresh;
+    return;
   }
+  list(node)[1 + nodes_[child].slot] = fresh;
+  if (node.log < kHashed) return;
+  uint32_t* at = link_to(child);
+  nodes_[fresh].next = nodes_[child].next;
+  *at = fresh;
 }
 
 // One more occurrence. The node changes places with the first of its siblings of equal count, so that the list stays sorted.
@@ -195,7 +216,8 @@ void SuffixTree::replace_child(uint32_t child, uint32_t fresh) {
 void SuffixTree::raise(uint32_t n) {
   Node& node = nodes_[n];
   if (node.parent != kRootNode && node.slot > 0) {
-    uint32_t* kids = list(nodes_[node.parent]) + 1;
+    const Node& above = nodes_[node.parent];
+    const uint32_t* kids = list(above) + 1;
     if (nodes_[kids[node.slot - 1]].count == node.count) {
       uint32_t low = 0, high = node.slot - 1;
       while (low < high) {
@@ -206,7 +228,7 @@ void SuffixTree::raise(uint32_t n) {
           low = middle + 1;
         }
       }
-      swap_children(kids, low, node.slot);
+      swap_children(above, low, node.slot);
     }
   }
   ++node.count;
@@ -214,8 +236,9 @@ void SuffixTree::raise(uint32_t n) {
 
 void SuffixTree::lower(uint32_t n) {
   Node& node = nodes_[n];
-  if (node.parent != kRootNode) {
-    uint32_t* kids = list(nodes_[node.parent]);
+  const Node& above = nodes_[node.parent];
+  if (node.parent != kRootNode && above.log > 1) {
+    const uint32_t* kids = list(above);
     uint32_t low = node.slot, high = kids[0] - 1;
     ++kids;
     if (low < high && nodes_[kids[low + 1]].count == node.count) {
@@ -227,22 +250,25 @@ void SuffixTree::lower(uint32_t n) {
           high = middle - 1;
         }
       }
-      swap_children(kids, low, node.slot);
+      swap_children(above, low, node.slot);
     }
   }
   --node.count;
 }
 
-void SuffixTree::swap_children(uint32_t* kids, uint32_t i, uint32_t j) {
+void SuffixTree::swap_children(const Node& parent, uint32_t i, uint32_t j) {
+  uint32_t *kids = list(parent) + 1, *tokens = list(parent) + (1u << parent.log);
   std::swap(kids[i], kids[j]);
+  if (parent.log < kHashed) std::swap(tokens[i], tokens[j]);
   nodes_[kids[i]].slot = i;
   nodes_[kids[j]].slot = j;
 }
 
 // ---------------------------------------------------------------------------------------- children by token
 
-// A child without siblings is found in its parent's list, and is in no table. So where a sequence ends in a text that
-// occurred before, and its nodes move down an edge with every token, no table has to know.
+// A child without siblings is named by its parent. So where a sequence ends in a text that occurred before, and its nodes move
+// down an edge with every token, no list has to know. A few children are found by the tokens in their list, which fill one or two
+// lines of a cache. More than these are in a table.
 //
 // Linear hashing (Litwin 1980): buckets below num_buckets_ - round_ and from round_ on are already split.
 uint32_t SuffixTree::bucket_of(uint32_t parent, int32_t token) const {
@@ -254,8 +280,14 @@ uint32_t SuffixTree::bucket_of(uint32_t parent, int32_t token) const {
 uint32_t SuffixTree::find(uint32_t parent, int32_t token) const {
   const Node& above = nodes_[parent];
   if (above.log == 0) return kNoNode;
-  const uint32_t* kids = list(above);
-  if (kids[0] == 1) return nodes_[kids[1]].token == token ? kids[1] : kNoNode;
+  if (above.log == 1) return nodes_[above.kids].token == token ? above.kids : kNoNode;
+  if (above.log < kHashed) {
+    const uint32_t *kids = list(above), *tokens = kids + (1u << above.log);
+    for (uint32_t i = 0; i < kids[0]; ++i) {
+      if (tokens[i] == uint32_t(token)) return kids[1 + i];
+    }
+    return kNoNode;
+  }
   uint32_t n = buckets_[bucket_of(parent, token)];
   while (n != kNoNode && (nodes_[n].parent != parent || nodes_[n].token != token)) n = nodes_[n].next;
   return n;
@@ -283,10 +315,15 @@ void SuffixTree::link(uint32_t n) {
 }
 
 void SuffixTree::unlink(uint32_t n) {
+  *link_to(n) = nodes_[n].next;
+  --num_linked_;
+}
+
+// What names node n in its hash chain.
+uint32_t* SuffixTree::link_to(uint32_t n) {
   uint32_t* at = &buckets_[bucket_of(nodes_[n].parent, nodes_[n].token)];
   while (*at != n) at = &nodes_[*at].next;
-  *at = nodes_[n].next;
-  --num_linked_;
+  return at;
 }
 
 // ----------------------------------------------------------------------------------------------------- books
@@ -307,18 +344,19 @@ int SuffixTree::check() const {
     auto [n, depth] = stack.back();
     stack.pop_back();
     const Node& node = nodes_[n];
-    uint32_t children = node.log ? list(node)[0] : 0;
+    uint32_t children = num_children(node);
+    const uint32_t* kids = this->children(node);
     DW_RULE(depth <= depth_);
-    DW_RULE(node.log == 0 || (children >= 1 && children < (1u << node.log)));
-    if (children > 1) siblings += children;
+    DW_RULE(node.log < 2 || (children >= 2 && children < (1u << node.log)));
+    if (node.log >= kHashed) siblings += children;
     uint64_t sum = 0;
     for (uint32_t i = 0; i < children; ++i) {
-      uint32_t k = list(node)[1 + i];
+      uint32_t k = kids[i];
       const Node& kid = nodes_[k];
       DW_RULE(kid.parent == n && kid.slot == i && kid.length >= 1 && kid.count >= 1);
       DW_RULE(kid.token == token_at(kid.start));
       DW_RULE(find(n, kid.token) == k);
-      DW_RULE(n == kRootNode || i == 0 || nodes_[list(node)[i]].count >= kid.count);
+      DW_RULE(n == kRootNode || i == 0 || nodes_[kids[i - 1]].count >= kid.count);
       DW_RULE(n == kRootNode || children > 1 || kid.count < node.count);
       DW_RULE(int32_t(order_of(kid.start) - (removed_.empty() ? oldest_ : seqs_[removed_.front()].order)) >= 0);
       sum += kid.count;
