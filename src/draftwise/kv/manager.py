@@ -250,15 +250,14 @@ class KVManager:
 
     def _settle(self, table: _Table, token_ids_np: IntArray) -> None:
         """Hash blocks that became full, and give back those behind the window."""
-        committed = table.committed
-        if committed >= (table.hashed + 1) * self.block_size and self.enable_prefix_caching:
-            full = committed // self.block_size
-            digests = block_digests(table.digest, token_ids_np, self.block_size, table.hashed, full)
-            blocks = table.blocks[table.hashed : full]
-            new = [self._cache.register(digest, block) for block, digest in zip(blocks, digests, strict=True)]
+        committed, hashed, size = table.committed, table.hashed, self.block_size
+        if committed >= (hashed + 1) * size and self.enable_prefix_caching:
+            full = committed // size
+            digests = block_digests(table.digest, token_ids_np, size, hashed, full)
+            new = list(map(self._cache.register, digests, table.blocks[hashed:full]))
             if self._log is not None:
-                ids_np = token_ids_np[table.hashed * self.block_size : full * self.block_size]
-                parent = table.digest if table.hashed else None
+                ids_np = token_ids_np[hashed * size : full * size]
+                parent = table.digest if hashed else None
                 self._log.stored(digests, new, parent, ids_np, table.salt)
             table.hashed = full
             table.digest = digests[-1]

@@ -26,10 +26,10 @@ from draftwise.runner.compaction import Compaction
 from draftwise.runner.drafting import Drafting
 from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
-from draftwise.runner.ordinary import Members, OrdinarySteps
+from draftwise.runner.ordinary import OrdinarySteps
 from draftwise.runner.outcome import Outcome, drafting, row_results
 from draftwise.runner.placing import Placing, Wanted
-from draftwise.runner.rounds import MOST_ROUNDS, RoundSteps
+from draftwise.runner.rounds import MOST_ROUNDS, ComputedRounds, RoundSteps
 from draftwise.runner.rows import BlockTables, Row
 from draftwise.runner.seat_results import Flight
 from draftwise.runner.seats import Seats
@@ -37,7 +37,7 @@ from draftwise.runner.side_by_side import OrdinaryStep
 from draftwise.runner.verifying import Verifying
 from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
-from draftwise.sched.columns import PlanColumns, RowColumns
+from draftwise.sched.columns import PlanColumns
 from draftwise.structured.grammars import Grammars
 from draftwise.types import (
     DrafterFailure,
@@ -222,7 +222,7 @@ class LocalExecutor(Executor):
         if self._rounds is not None and ordinary is not None and not plan.new:
             done = self._rounds.run(plan, self._rows)
             if done is not None:
-                return self._end_rounds(ordinary, *done, start)
+                return self._end_rounds(plan.step, ordinary, done, start)
         if ordinary is not None:
             step = None if self._drafting.transfers else ordinary.gather(plan.rows, self._rows)
             if step is not None:
@@ -268,24 +268,27 @@ class LocalExecutor(Executor):
         )
 
     def _end_rounds(
-        self, ordinary: OrdinarySteps, result: StepResult, members: Members, wanted: Wanted, start: float
+        self, number: int, ordinary: OrdinarySteps, found: ComputedRounds, start: float
     ) -> StepResult:
         """Draft what native code could not, behind the last of several rounds."""
         drafting, before = self._drafting, self._clock()
-        draft_time, forward_time = result.draft_time, result.draft_forward_time
+        rounds, members, wanted, forward_time, verify_time, draft_time, computing = found
+        input_time = max(before - start - forward_time - verify_time - draft_time, 0.0)
         if wanted.rows:
             drafting.propose(wanted)
-            assert isinstance(result.rows, RowColumns)
-            ordinary.wait(members, result.rows)
-            forward_time += drafting.take_forward_time()
-        end = self._clock()
-        others = result.forward_time + result.verify_time + result.draft_time
-        return replace(
-            result,
-            input_time=max(before - start - others, 0.0),
-            draft_time=draft_time + end - before,
-            draft_forward_time=forward_time,
-            drafter_failures=drafting.take_failures(),
+            ordinary.wait(members, rounds[-1])
+            draft_time += self._clock() - before
+            computing += drafting.take_forward_time()
+        return StepResult(
+            number,
+            rounds.pop(),
+            input_time,
+            forward_time,
+            verify_time,
+            draft_time,
+            computing,
+            drafting.take_failures(),
+            tuple(rounds),
         )
 
     def _in_columns(

@@ -39,7 +39,7 @@ from draftwise.runner.ordinary import Members, OrdinarySteps
 from draftwise.runner.placing import NOBODY, Placing, Wanted
 from draftwise.runner.rows import Row
 from draftwise.sched.columns import NUMBERS, PlanColumns, RowColumns
-from draftwise.types import CUT_BYTES, StepPlan, StepResult
+from draftwise.types import CUT_BYTES, StepPlan
 from draftwise.verify.native import NativeRules
 
 MOST_ROUNDS = 64
@@ -56,6 +56,19 @@ class _Drafter(NamedTuple):
     proposer: RoundDrafter | None
     drafts: RoundDrafts | None
     features: RoundFeatures | None
+
+
+class ComputedRounds(NamedTuple):
+    """The rounds of a step of these ``members``, and the times of `StepResult`. Drafts have been made but for those
+    that are ``wanted`` of `Drafting.propose`; who proposed nothing yet counts as proposing nothing."""
+
+    rounds: list[RowColumns]
+    members: Members
+    wanted: Wanted
+    forward_time: float
+    verify_time: float
+    draft_time: float
+    draft_forward_time: float
 
 
 _NOBODY = _Drafter(None, None, None)
@@ -105,9 +118,8 @@ class RoundSteps:
         """See `Executor.hurry`."""
         self._hurry[0] = now
 
-    def run(self, plan: StepPlan, rows: Mapping[int, Row]) -> tuple[StepResult, Members, Wanted] | None:
-        """Compute a step, if it can be computed so; None: it cannot, and nothing has changed. Its drafts have been made
-        but for those that are wanted of `Drafting.propose`; who proposed nothing yet counts as proposing nothing."""
+    def run(self, plan: StepPlan, rows: Mapping[int, Row]) -> ComputedRounds | None:
+        """Compute a step, if it can be computed so; None: it cannot, and nothing has changed."""
         columns = plan.rows
         if not isinstance(columns, PlanColumns) or columns.num_new.count(1) < len(columns.rids):
             return None
@@ -234,7 +246,7 @@ class RoundSteps:
 
     def _taken(
         self, plan: StepPlan, record: RoundsRecord, answers: _Answers, members: Members, drafter: _Drafter
-    ) -> tuple[StepResult, Members, Wanted]:
+    ) -> ComputedRounds:
         columns = plan.rows
         assert isinstance(columns, PlanColumns)
         done, drafted = record.done, bool(record.drafted)
@@ -250,16 +262,15 @@ class RoundSteps:
             budgets = columns.budgets
             wanted = Wanted.of([(members.rows[i], budgets[i]) for i in answers.going if budgets[i]])
         spent = 1e-9 * record.draft_ns
-        result = StepResult(
-            step=plan.step,
-            rows=rounds[-1],
-            earlier=tuple(rounds[:-1]),
-            forward_time=1e-9 * record.forward_ns,
-            verify_time=1e-9 * record.verify_ns,
-            draft_time=spent,
-            draft_forward_time=spent if drafter.drafts is not None and drafter.drafts.computes else 0.0,
+        return ComputedRounds(
+            rounds,
+            members,
+            wanted,
+            1e-9 * record.forward_ns,
+            1e-9 * record.verify_ns,
+            spent,
+            spent if drafter.drafts is not None and drafter.drafts.computes else 0.0,
         )
-        return result, members, wanted
 
 
 class _Answers:

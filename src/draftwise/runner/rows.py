@@ -41,6 +41,7 @@ class BlockTables:
     def _take(self, lines_np: IntArray) -> None:
         self._lines_np = lines_np
         self.width: int = lines_np.shape[1]
+        self.line_bytes = lines_np.strides[0]
         self.ids_np: IntArray = lines_np.reshape(-1)
         """[lines * width] a view: the blocks of line i begin at i * width."""
         self.at = address(self.ids_np)
@@ -67,10 +68,12 @@ class BlockTables:
     def write(self, line: int, start: int, block_ids: Sequence[int]) -> None:
         """Blocks ``start``, ``start + 1``, ... of a line."""
         end = start + len(block_ids)
-        lines, width = self._lines_np.shape
-        if end > width:
-            self._grow(lines, max(end, 2 * width))
-        self._lines_np[line, start:end] = block_ids
+        if end > self.width:
+            self._grow(len(self._lines_np), max(end, 2 * self.width))
+        if end == start + 1:  # a store into a slice takes four times as long
+            self._lines_np[line, start] = block_ids[0]
+        else:
+            self._lines_np[line, start:end] = block_ids
 
     def cut(self, line: int, end: int) -> None:
         """Only ``end`` blocks are left."""
@@ -176,12 +179,12 @@ class Row(RowBook):
     """One request in the executor. Blocks 0..num_blocks-1 of its line are the request's."""
 
     __slots__ = (
+        "_line_np",
         "_proposal",
         "_stops",
         "_waiting_q",
         "adapter",
         "at",
-        "blocks_np",
         "error",
         "fill",
         "grammar",
@@ -228,9 +231,9 @@ class Row(RowBook):
         self.tables = tables
         self.line = line
         self.adapter = adapter
-        self.blocks_np = _NO_BLOCKS
-        """[num_blocks] a view of the request's block ids. Other requests' lines may grow away from under it: what it
-        shows stays as it is until the request's own blocks change, and then it is a new one."""
+        self._line_np = _NO_BLOCKS
+        """The request's line where it was when its blocks changed last. Other requests' lines may grow away from under
+        it: what it shows stays as it is until then."""
         self.grammar: Cursor | None = None
         self.kind = kind_of(state, speculation)
         self.error: Exception | None = None
@@ -289,6 +292,11 @@ class Row(RowBook):
         """Whether the request has all its tokens, which the scheduler may not know yet."""
         return self.num_tokens >= self.max_total
 
+    @property
+    def blocks_np(self) -> IntArray:
+        """[num_blocks] a view of the request's block ids."""
+        return self._line_np[: self.num_blocks]
+
     def add_blocks(self, block_ids: Sequence[int]) -> None:
         self.tables.write(self.line, self.num_blocks, block_ids)
         self._has_blocks(self.num_blocks + len(block_ids))
@@ -301,8 +309,9 @@ class Row(RowBook):
     def _has_blocks(self, count: int) -> None:
         self.num_blocks = count
         tables = self.tables
-        self.blocks_np = tables.line(self.line)[:count]
-        self.blocks_at = tables.at + self.line * tables.width * tables.ids_np.itemsize
+        at = tables.at + self.line * tables.line_bytes
+        if at != self.blocks_at:
+            self._line_np, self.blocks_at = tables.line(self.line), at
 
     def append(self, token_ids: Sequence[int]) -> None:
         known, tokens_np = self.num_tokens, self.tokens_np

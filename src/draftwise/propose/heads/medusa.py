@@ -90,6 +90,7 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower, RoundDr
         self._told: tuple[Sequence[int], npt.NDArray[np.int64]] | None = None  # the same of many requests
         self._logits = torch.empty(0)  # [heads, R, Vd] float32, of the rows of the present call
         self._room: torch.Tensor | None = None  # [2, n, H] hidden states of rounds
+        self._halves: Sequence[torch.Tensor] = ()  # of it
         self._rounds: tuple[list[int], array[int]] | None = None  # whose they are, and rows of each
         self._columns: list[int] = []  # of the trees of the present call: index of each in the rows
 
@@ -275,6 +276,7 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower, RoundDr
             return None
         if self._room is None or self._room.shape[1] < rows:
             self._room = torch.empty((2, rows, heads.native.inputs), dtype=heads.native.dtype)
+            self._halves = self._room.unbind()
         tree = None
         if speculation.tree is not None:
             tree = speculation.tree, speculation.tree_ranks or (0,) * len(speculation.tree)
@@ -292,10 +294,10 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower, RoundDr
         return drafts, RoundFeatures(FeatureJoin(), self._room, counts, None)
 
     def after_rounds(self, answer: RoundAnswer) -> None:
-        assert self._rounds is not None and self._room is not None, "rounds were asked for"
+        assert self._rounds is not None, "rounds were asked for"
         rids, counts = self._rounds
         self._rows.clear()
-        self._hidden = self._room[(answer.done - 1) % 2]
+        self._hidden = self._halves[(answer.done - 1) % 2]
         self._told = rids, np.cumsum(counts, dtype=np.int64) - 1
 
     def _start(self, row: DraftRow) -> _Draft:

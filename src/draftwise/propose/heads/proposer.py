@@ -91,6 +91,7 @@ class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
         self._most = ANY_LENGTH  # drafts in a row
         self._join = head.feature_join()
         self._room: torch.Tensor | None = None  # [2, n, F] features of rounds
+        self._halves: Sequence[torch.Tensor] = ()  # of it
         self._first, self._half = 0, 1  # halves of it: where the latest rounds began, and where they ended
         self._together: tuple[list[int], list[int]] | None = None
         """The requests of the latest call, if the head did all of it at once, and the stored leading tokens of
@@ -200,21 +201,22 @@ class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
                 return None
         if self._room is None or self._room.shape[1] < rows:
             self._room = torch.empty((2, rows, self._head.feature_size), dtype=self._head.dtype)
+            self._halves = self._room.unbind()
         self._first = 1 - self._half
         features = RoundFeatures(join, self._room, steady.counts, self._passes.source.blocks, self._first)
         kind = kind_of_columns(columns, self._sample_method)
-        self._books.ask(columns.places, columns.asked, kind, steady.features_in(self._room[0]), tree)
+        self._books.ask(columns.places, columns.asked, kind, steady.features_in(self._halves[0]), tree)
         found = self._head.round_passes(self._books, self._passes.kv, rows)
         return None if found is None else (found, features)
 
     def after_rounds(self, answer: RoundAnswer) -> None:
-        steady, room = self._steady, self._room
-        assert steady is not None and room is not None, "rounds were asked for"
+        steady, halves = self._steady, self._halves
+        assert steady is not None and halves, "rounds were asked for"
         # Of the last round, and of the one before it. The next rounds begin in the other half: what is kept of these is
         # read until then, or written down (`Features.keep`).
         self._half = (self._first + answer.done - 1) % 2
-        before = Features.lent(room[1 - self._half]) if answer.done > 1 else None
-        steady.went_on(Features.lent(room[self._half]), before, answer.drafted)
+        before = Features.lent(halves[1 - self._half]) if answer.done > 1 else None
+        steady.went_on(Features.lent(halves[self._half]), before, answer.drafted)
 
     def _loop(self, rows: Sequence[DraftRow], kind: ChainKind, length: int) -> list[Proposal] | None:
         """Let the head do the whole loop for all rows, if it can."""

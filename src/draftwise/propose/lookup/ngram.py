@@ -141,6 +141,8 @@ class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
             else NativeNgrams(library, prompt_lookup_max, prompt_lookup_min)
         )
         self._indexes: dict[int, Any] = {}  # of the engine's kind
+        self._together: tuple[list[int], RoundNgrams] | None = None
+        """What rounds were told last, and of whom; None: one of them has left, or has another index now."""
 
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
@@ -172,6 +174,7 @@ class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
             index = indexes.get(rid)
             if index is None or index.done >= known:
                 index = indexes[rid] = engine.index()
+                self._together = None
             asked.append(index)
         tokens, sizes, matches = engine.columns(asked, facts.known, wanted, facts.tokens_at)
         return DraftBlock(tokens, sizes), matches
@@ -181,11 +184,13 @@ class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
             return None
         if columns.is_tree:
             return None
-        found = [index.handle for rid in columns.rids if (index := self._indexes.get(rid)) is not None]
-        # an index is made by a request's first look-up
-        if len(found) < len(columns.rids):
-            return None
-        return RoundNgrams(method_number(self.name), found), None
+        if self._together is None or self._together[0] != columns.rids:
+            found = [index.handle for rid in columns.rids if (index := self._indexes.get(rid)) is not None]
+            # an index is made by a request's first look-up
+            if len(found) < len(columns.rids):
+                return None
+            self._together = columns.rids, RoundNgrams(method_number(self.name), found)
+        return self._together[1], None
 
     def look_up(self, row: DraftRow) -> tuple[Proposal, int]:
         """The draft of one row, and the length of the match it follows (0: none)."""
@@ -209,6 +214,7 @@ class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
             index = self._indexes.get(row.rid)
             if index is None or index.done >= count:
                 index = self._indexes[row.rid] = self._engine.index()
+                self._together = None
             indexes.append(index)
             known.append(count)
             length = row.budget if row.budget < row.max_depth else row.max_depth
@@ -229,6 +235,7 @@ class NgramProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
         return out
 
     def remove(self, rid: int) -> None:
+        self._together = None
         self._indexes.pop(rid, None)
 
     def seated(self) -> LookUp | None:

@@ -52,6 +52,16 @@ class _Request:
     num_prompt: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """What rounds of some requests are told, as long as none of them enters, leaves or loses its output. ``most``:
+    tokens that they will have, at most."""
+
+    rids: list[int]
+    drafts: RoundDrafts
+    most: int
+
+
 class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
     """Drafts the likeliest continuation of the text's end, counted in the request's own tokens and in past outputs.
 
@@ -122,6 +132,7 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
         self._requests: dict[int, _Request] = {}
         self._cached: deque[tuple[int, int]] = deque()  # (rid, sequence), oldest first
         self._output_of: dict[int, int] = {}  # rid -> its sequence among the cached
+        self._together: _Together | None = None  # who took part in rounds last
 
     @classmethod
     def create(cls, context: ProposerContext) -> Self:
@@ -154,20 +165,29 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
         return DraftBlock(tokens, sizes), matches
 
     def round_drafts(self, columns: DraftColumns, rounds: int, rows: int) -> tuple[RoundDrafts, None] | None:
-        engine = self._engine
+        engine, together = self._engine, self._together
+        if says_itself(self, SuffixProposer.propose):
+            return None
+        known = together is not None and together.rids == columns.rids and not columns.is_tree
+        if together is not None and known and self._has_room(together.most):
+            return together.drafts, None
+        facts = columns.facts
         more = rounds * (sum(columns.budgets) + len(columns.rids))
-        asked = self._in_columns(columns, sum(columns.facts.known) + more)
-        if asked is None or says_itself(self, SuffixProposer.propose) or not isinstance(engine, NativeEngine):
+        asked = self._in_columns(columns, sum(facts.known) + more)
+        if asked is None or not isinstance(engine, NativeEngine):
             return None
         method = method_number(self.name)
-        return engine.rounds(method, [r.local for r in asked], self._global, [r.output for r in asked]), None
+        drafts = engine.rounds(method, [r.local for r in asked], self._global, [r.output for r in asked])
+        most = sum(facts.known) + sum(facts.max_depths) + len(asked)
+        self._together = _Together(columns.rids, drafts, most)
+        return drafts, None
 
     def _in_columns(self, columns: DraftColumns, tokens: int) -> list[_Request] | None:
         """These requests, if one native call can look up for all of them: they want chains, and as many ``tokens`` as
         may come have room in the cache."""
         if not isinstance(self._engine, NativeEngine) or self.limits.best_first or columns.is_tree:
             return None
-        if self._global is not None and self._global.num_tokens + tokens > self.max_cached_tokens:
+        if not self._has_room(tokens):
             return None
         asked = [request for rid in columns.rids if (request := self._requests.get(rid)) is not None]
         return asked if len(asked) == len(columns.rids) else None
@@ -187,7 +207,7 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
             ):
                 return [self.look_up(row) for row in rows]
             taken += len(row.token_ids_np)
-        if self._global is not None and self._global.num_tokens + taken > self.max_cached_tokens:
+        if not self._has_room(taken):
             return [self.look_up(row) for row in rows]
         asked = [requests[row.rid] for row in rows]
         found = engine.steps([r.local for r in asked], self._global, [r.output for r in asked], rows)
@@ -260,13 +280,14 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
         )
 
     def remove(self, rid: int) -> None:
+        self._together = None
         request = self._requests.pop(rid, None)
         if request is not None and request.output >= 0:
             assert self._global is not None
             self._global.close(request.output)
 
     def forget(self) -> None:
-        self._global = None
+        self._global = self._together = None
         self._cached.clear()
         self._output_of.clear()
         for request in self._requests.values():
@@ -291,6 +312,7 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
 
     def _enter(self, rid: int, token_ids_np: IntArray, num_prompt: int) -> _Request:
         """A request drafts for the first time, or again after a preemption."""
+        self._together = None
         local = self._new_tree()
         local.begin()
         request = self._requests[rid] = _Request(local, -1, num_prompt)
@@ -314,6 +336,7 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
     def _evict(self) -> None:
         """Take the oldest output out of the global tree; its request, if it still runs, goes on without."""
         assert self._global is not None
+        self._together = None
         rid, output = self._cached.popleft()
         self._global.remove(output)
         if self._output_of.get(rid) == output:
@@ -321,6 +344,10 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
         request = self._requests.get(rid)
         if request is not None and request.output == output:
             request.output = -1
+
+    def _has_room(self, tokens: int) -> bool:
+        """Whether the cache has room for so many more."""
+        return self._global is None or self._global.num_tokens + tokens <= self.max_cached_tokens
 
     def _make_room(self, tree: Tree) -> None:
         """Evict until what remains, when all that was evicted is gone, fits `max_cached_tokens`; but not the newest."""
