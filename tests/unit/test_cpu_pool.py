@@ -84,6 +84,23 @@ def test_all_threads_take_part() -> None:
     assert seen == {0, 1, 2}
 
 
+def test_the_caller_runs_the_first_task() -> None:
+    """There a team is led (csrc/team.h), whose members wait for the leader: were all tasks theirs, it would never come.
+    Without that, a program could hang on 66 processors or more."""
+    pool = ThreadPool(native_or_skip(), 16)
+    first = []
+
+    def task(_: object, index: int, thread: int) -> None:
+        if index == 0:
+            first.append(threading.get_native_id())
+
+    named = TASK(task)
+    for _ in range(300):  # some workers sleep by then, and others are quicker than the caller that wakes them
+        pool.parallel_for(4, named)
+        time.sleep(1e-4)
+    assert first == [threading.get_native_id()] * 300
+
+
 def test_a_call_inside_a_task_runs_inline(pool: ThreadPool) -> None:
     inner = []
 

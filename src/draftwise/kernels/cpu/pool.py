@@ -1,4 +1,4 @@
-"""A pool of native threads; one per engine."""
+"""A pool of native threads; `kernels.select.shared_pool` makes one for all engines that use as many."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kPollNs = 40 * 1000;            // a worker polls this long before it sleeps
 constexpr int64_t kOpenPollNs = 10 * 1000 * 1000;  // and this long inside pool_begin .. pool_end
-constexpr int kPausesPerClock = 16;
+constexpr unsigned kPausesPerClock = 16;
 
 std::atomic<uint32_t> g_forks{0};  // number of forks behind this process
 std::mutex g_start;                // held while threads are started, and across a fork
@@ -61,25 +61,27 @@ struct State {
   std::atomic<int> leader{-1};  // the processor that the workers stay off
 };
 
-// Takes tasks until none is left; returns how many it ran.
-int work(State& s, int thread) {
-  int ran = 0;
+void run_task(State& s, TaskFn fn, void* arg, int task, int thread) {
+  if (!s.failed.load(std::memory_order_relaxed)) {
+    try {
+      fn(arg, task, thread);
+    } catch (...) {
+      if (!s.failed.exchange(true, std::memory_order_relaxed)) s.error = std::current_exception();
+    }
+  }
+  s.done.fetch_add(1, std::memory_order_release);
+}
+
+// Takes tasks until none is left.
+void work(State& s, int thread) {
   for (;;) {
     uint64_t control = s.control.load(std::memory_order_acquire);
-    if (uint32_t(control) == 0) return ran;
+    if (uint32_t(control) == 0) return;
     TaskFn fn = s.fn.load(std::memory_order_relaxed);
     void* arg = s.arg.load(std::memory_order_relaxed);
     int tasks = s.tasks.load(std::memory_order_relaxed);
     if (!s.control.compare_exchange_weak(control, control - 1, std::memory_order_acq_rel)) continue;
-    if (!s.failed.load(std::memory_order_relaxed)) {
-      try {
-        fn(arg, tasks - int(uint32_t(control)), thread);
-      } catch (...) {
-        if (!s.failed.exchange(true, std::memory_order_relaxed)) s.error = std::current_exception();
-      }
-    }
-    s.done.fetch_add(1, std::memory_order_release);
-    ++ran;
+    run_task(s, fn, arg, tasks - int(uint32_t(control)), thread);
   }
 }
 
@@ -112,7 +114,7 @@ void worker_main(Pool* pool, State* state, int thread) {
   t_pool = pool;
   t_thread = thread;
   int64_t idle_since = now_ns();
-  for (int polls = 0;; ++polls) {
+  for (unsigned polls = 0;; ++polls) {
     if (s.stop.load(std::memory_order_acquire)) return;
     if (has_work(s)) {
       work(s, thread);
@@ -245,12 +247,13 @@ void parallel_for(Pool* pool, int tasks, TaskFn fn, void* arg) {
   s.arg.store(arg, std::memory_order_relaxed);
   s.tasks.store(tasks, std::memory_order_relaxed);
   uint64_t generation = (s.control.load(std::memory_order_relaxed) >> 32) + 1;
-  s.control.store(generation << 32 | uint32_t(tasks), std::memory_order_seq_cst);
+  s.control.store(generation << 32 | uint32_t(tasks - 1), std::memory_order_seq_cst);
   if (s.sleeping.load(std::memory_order_seq_cst) != 0) part_from_leader(s);
   wake_sleepers(s);
 
   {
     Running running(pool);
+    run_task(s, fn, arg, 0, 0);
     work(s, 0);
   }
   for (int spins = 0; s.done.load(std::memory_order_acquire) != tasks; ++spins) {

@@ -14,11 +14,11 @@ void pool_destroy(Pool*);  // not while a parallel_for runs
 int pool_threads(const Pool*);
 
 // Runs fn(arg, task, thread) for every task in [0, tasks) and returns when all are done; `thread` in
-// [0, pool_threads) is distinct among tasks that run at the same moment (an index for scratch). Tasks are claimed one by one, so
-// a thread that is late costs nothing but its help; results must not depend on who runs what. If tasks throw, those not begun are
-// left out and the first exception is thrown here, once nobody runs any more. Memory written before
-// the call is visible to tasks, memory written by tasks is visible after it. A call from inside a task runs inline; calls from
-// several threads take turns. With a null pool, or one task, everything runs on the caller.
+// [0, pool_threads) is distinct among tasks that run at the same moment (an index for scratch). The caller runs task 0 (a team's leader
+// is there, team.h). The others are claimed one by one, so a thread that is late costs nothing but its help; results must not
+// depend on who runs what. If tasks throw, those not begun are left out and the first exception is thrown here, once nobody
+// runs any more. Memory written before the call is visible to tasks, memory written by tasks is visible after it. A call from
+// inside a task runs inline; calls from several threads take turns. With a null pool, or one task, everything runs on the caller.
 void parallel_for(Pool*, int tasks, void (*fn)(void* arg, int task, int thread), void* arg);
 
 // Between begin and end, workers keep polling (they are woken at once, without waiting for them), so that the kernels of one pass

@@ -103,7 +103,7 @@ void follow(Team& team) {
 void member_task(void* arg, int, int thread) {
   Team& team = *(Team*)arg;
   if (thread != 0) return follow(team);
-  // The calling thread; when it is done it meets here the tasks of threads that never woke.
+  // The calling thread, with its own task first; when it is done it meets here the tasks of threads that never woke.
   if (team.led) return;
   team.led = true;
   struct Stop {  // also when the leader throws: the members wait for it
