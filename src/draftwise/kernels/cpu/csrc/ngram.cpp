@@ -77,8 +77,6 @@ class Index {
     return 0;
   }
 
-  int64_t done() const { return (int64_t)tokens_.size(); }
-
   // Half of what an extension was about may be in after it failed.
   bool broken = false;
 
@@ -98,11 +96,6 @@ DW_EXPORT void* dw_ngram_new(int64_t longest, int64_t shortest) {
 
 DW_EXPORT void dw_ngram_free(void* index) {
   dw::guarded([&] { delete static_cast<Index*>(index); });
-}
-
-// Tokens whose n-grams are in.
-DW_EXPORT int64_t dw_ngram_done(void* index) {
-  return dw::guarded([&] { return static_cast<Index*>(index)->done(); });
 }
 
 // For each of R requests: takes in its known tokens but the last one, and copies what followed the longest suffix of all

@@ -124,8 +124,6 @@ int64_t width_of(int64_t rank, int64_t step, int64_t total) {
 
 }  // namespace
 
-int64_t ranks_bytes(int64_t size, int64_t piece) { return (size + 1) * LINE + 2 * size * piece; }
-
 Ranks* ranks_create(void* memory, int64_t size, int64_t rank, int64_t piece, double seconds, const int32_t* sockets) {
   require(size >= 1 && rank >= 0 && rank < size && piece >= LINE && piece % LINE == 0 && seconds > 0, "ranks");
   require((uintptr_t)memory % LINE == 0 && memory != nullptr, "aligned memory");
@@ -193,10 +191,6 @@ void gather_part_rows(const void* table, int64_t first, int64_t table_rows, cons
 
 }  // namespace dw
 
-DW_EXPORT int64_t dw_ranks_bytes(int64_t size, int64_t piece) {
-  return dw::guarded([&] { return dw::ranks_bytes(size, piece); });
-}
-
 DW_EXPORT dw::Ranks* dw_ranks_create(void* memory, int64_t size, int64_t rank, int64_t piece, double seconds, const int32_t* sockets) {
   return dw::guarded([&] { return dw::ranks_create(memory, size, rank, piece, seconds, sockets); });
 }
@@ -215,9 +209,4 @@ DW_EXPORT void dw_ranks_gather(dw::Ranks* ranks, const float* part, int64_t step
 
 DW_EXPORT void dw_ranks_share(dw::Ranks* ranks, const void* mine, int64_t bytes, void* all) {
   dw::guarded([&] { dw::ranks_share(ranks, mine, bytes, all); });
-}
-
-DW_EXPORT void dw_gather_part_rows(const void* table, int64_t first, int64_t table_rows, const int64_t* ids, void* out,
-                                   int64_t rows, int64_t bytes) {
-  dw::guarded([&] { dw::gather_part_rows(table, first, table_rows, ids, out, rows, bytes); });
 }

@@ -16,10 +16,8 @@ namespace dw {
 
 struct Ranks;
 
-// Bytes of shared memory, zeroed at first, for `size` ranks that exchange `piece` bytes at a time (a multiple of 64).
-int64_t ranks_bytes(int64_t size, int64_t piece);
-
-// `memory` is mapped by all ranks of this machine and outlives this. `sockets` [size]: a connected stream socket to each rank on
+// `memory` is zeroed at first, mapped by all ranks of this machine, and outlives this: (size + 1) * 64 + 2 * size * piece bytes. The
+// ranks exchange `piece` bytes at a time (a multiple of 64). `sockets` [size]: a connected stream socket to each rank on
 // another machine, -1 for the others; null: all are on this one. A rank that waits longer than `seconds` for another throws
 // std::runtime_error; so does everybody of this machine who waits after that.
 Ranks* ranks_create(void* memory, int64_t size, int64_t rank, int64_t piece, double seconds, const int32_t* sockets);
