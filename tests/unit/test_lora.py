@@ -389,9 +389,12 @@ def test_requests_that_make_no_sense(llm: LLM, world: World, tmp_path: Path) -> 
         ("bias", "all", "bias 'all'"),
         ("modules_to_save", ["lm_head"], "modules_to_save"),
         ("init_lora_weights", "pissa_niter_4", "pissa_niter_4"),
+        ("init_lora_weights", "lora_ga", "changes the model's own weights"),
         ("target_parameters", ["experts.up"], "target_parameters"),
         ("r", 5, "adapter_config.json says 5"),
         ("lora_alpha", "much", "lora_alpha must be a number"),
+        ("rank_pattern", {"*": 8}, "is not understood: nothing to repeat"),
+        ("alpha_pattern", ["q_proj"], "is not understood"),
     ],
 )
 def test_what_is_not_supported_is_named(

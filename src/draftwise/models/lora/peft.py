@@ -29,7 +29,7 @@ _REFUSED = {
     "use_qalora": "QA-LoRA",
     "alora_invocation_tokens": "activated LoRA (adapters that begin inside a text)",
 }
-_CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def read_adapter(path: str, *, max_rank: int | None = None) -> dict[str, LowRank]:
@@ -55,6 +55,8 @@ def read_adapter(path: str, *, max_rank: int | None = None) -> dict[str, LowRank
         if str(error).startswith(str(folder)):
             raise
         raise ModelLoadError(f"{folder}: {error}") from error
+    except (re.error, AttributeError, TypeError) as error:  # of patterns that are none
+        raise ModelLoadError(f"{folder}: adapter_config.json is not understood: {error}") from error
 
 
 def _refuse(raw: Mapping[str, Any]) -> None:
