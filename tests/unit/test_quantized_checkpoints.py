@@ -476,6 +476,8 @@ def test_native_kernels_run_it_and_agree(tmp_path: Path, name: str) -> None:
         (tensors_config("pack-quantized", actorder="odd"), "actorder"),
         (tensors_config("pack-quantized", num_bits=8, symmetric=False), "8-bit weights by group"),
         (tensors_config("int-quantized", None, num_bits=8, strategy="channel"), "activations"),
+        (tensors_config("pack-quantized", group_size=None), "not understood"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": 3}}, "not understood"),
         ("gptq", "not an object"),
     ],
 )

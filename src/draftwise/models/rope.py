@@ -279,6 +279,6 @@ def _number(source: Mapping[str, Any], name: str, default: float | None) -> floa
     value = source.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ModelLoadError(f"config.json: rope parameter {name!r} must be a positive number, not {value!r}")
     return float(value)

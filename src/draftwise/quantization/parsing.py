@@ -43,7 +43,10 @@ def parse_checkpoint_format(raw: Any) -> CheckpointFormat:
     if method == "bitsandbytes":
         return _bitsandbytes(raw)
     if method == "compressed-tensors":
-        return _compressed_tensors(raw)
+        try:
+            return _compressed_tensors(raw)
+        except (AttributeError, TypeError) as error:  # something in it is no object, or no number
+            raise _unsupported(method, f"a configuration that is not understood ({error})") from error
     raise _unsupported(method, "this method")
 
 
