@@ -122,13 +122,21 @@ def test_what_was_missed_is_replayed(settings: EventsConfig) -> None:
 def test_nobody_waits_for_a_slow_subscriber(settings: EventsConfig, caplog: pytest.LogCaptureFixture) -> None:
     publisher = CachePublisher(settings, 4)
     publisher.close()  # nobody takes messages away any more
-    publisher._queue.maxsize = 2
+    publisher._most = 2
     for _ in range(5):
         publisher.publish([CacheCleared()])
     assert publisher._number == 5 and publisher._queue.qsize() == 2
     assert [r.getMessage() for r in caplog.records] == [
         "cache events are dropped: 2 messages wait to be sent"
     ]
+
+
+def test_a_publisher_that_is_dropped_leaves_its_address(settings: EventsConfig) -> None:
+    """As with an engine that is not closed: the cell of a notebook runs again."""
+    thread = CachePublisher(settings, 4)._thread
+    thread.join(20)
+    assert not thread.is_alive()
+    CachePublisher(settings, 4).close()
 
 
 def test_engines_publish_what_they_cache(tmp_path: Path) -> None:

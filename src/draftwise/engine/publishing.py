@@ -17,11 +17,12 @@ Sources: ``vllm/distributed/kv_events.py`` and ``examples/online_serving/kv_even
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from draftwise.config.events import EventsConfig
@@ -35,10 +36,11 @@ _MEDIUM = "GPU"
 _END = (-1).to_bytes(8, "big", signed=True)
 _IDLE = 0.1
 """Seconds after which the thread looks for requests to replay."""
+_Message = tuple[int, bytes]
 
 
 class CachePublisher:
-    """Sends events from a thread of its own."""
+    """Sends events from a thread of its own, which ends when nobody has the publisher any more."""
 
     def __init__(self, config: EventsConfig, block_size: int, rank: int = 0) -> None:
         """``rank``: the engine's number among several, which is added to ports. Raises ConfigError if an address is
@@ -52,31 +54,38 @@ class CachePublisher:
             ) from None
         self._block_size = block_size
         self._rank = rank
-        self._topic = config.topic.encode()
         self._pack = msgspec.msgpack.Encoder().encode
-        self._context = zmq.Context()
-        self._out = self._context.socket(zmq.PUB)
-        self._out.set_hwm(config.hwm)
-        self._replay: Any = None
+        context = zmq.Context()
+        out = context.socket(zmq.PUB)
+        out.set_hwm(config.hwm)
+        replay: Any = None
         endpoint = moved(config.endpoint, rank)
         try:
             if "*" in endpoint or "::" in endpoint.partition("://")[2] or not endpoint.startswith("tcp://"):
-                self._out.bind(endpoint)
+                out.bind(endpoint)
             else:
-                self._out.connect(endpoint)
+                out.connect(endpoint)
             if config.replay_endpoint is not None:
                 endpoint = moved(config.replay_endpoint, rank)
-                self._replay = self._context.socket(zmq.ROUTER)
-                self._replay.bind(endpoint)
+                replay = context.socket(zmq.ROUTER)
+                replay.bind(endpoint)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            context.destroy(linger=0)
             raise ConfigError(f"kv_events_config: {endpoint}: {error}") from None
-        self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue(config.max_queue_size)
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._queue: SimpleQueue[_Message | None] = SimpleQueue()
+        self._most = config.max_queue_size
+        self._sent: deque[_Message] = deque(maxlen=config.buffer_steps)
         self._number = 0
         self._dropping = False
-        self._thread = threading.Thread(target=self._run, name="draftwise-events", daemon=True)
+        self._thread = threading.Thread(
+            target=_send,
+            args=(self._queue, self._sent, config.topic.encode(), context, out, replay),
+            name="draftwise-events",
+            daemon=True,
+        )
         self._thread.start()
+        self._end = weakref.finalize(self, self._queue.put, None)
+        self._end.atexit = False
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
         """Send events as one message, without waiting. If too many messages wait, it is dropped; subscribers see the
@@ -84,13 +93,11 @@ class CachePublisher:
         entries = [self._entry(event) for event in events]
         message = self._pack([time.time(), entries, self._rank])
         number, self._number = self._number, self._number + 1
-        try:
-            self._queue.put_nowait((number, message))
-            self._dropping = False
-        except queue.Full:
-            if not self._dropping:
-                logger.warning("cache events are dropped: %d messages wait to be sent", self._queue.maxsize)
-            self._dropping = True
+        dropped_before, self._dropping = self._dropping, self._queue.qsize() >= self._most
+        if not self._dropping:
+            self._queue.put((number, message))
+        elif not dropped_before:
+            logger.warning("cache events are dropped: %d messages wait to be sent", self._most)
 
     def _entry(self, event: CacheEvent) -> list[Any]:
         if isinstance(event, BlocksStored):
@@ -102,38 +109,47 @@ class CachePublisher:
             return ["BlockRemoved", [as_integer(digest) for digest in event.digests], _MEDIUM]
         return ["AllBlocksCleared"]
 
-    def _run(self) -> None:
-        while True:
-            if self._replay is not None and self._replay.poll(0):
-                self._answer()
-            try:
-                item = self._queue.get(timeout=_IDLE if self._replay is not None else None)
-            except queue.Empty:
-                continue
-            if item is None:
-                break
-            number, message = item
-            self._sent.append(item)
-            self._out.send_multipart((self._topic, number.to_bytes(8, "big"), message))
-        self._context.destroy(linger=200)
-
-    def _answer(self) -> None:
-        """Answer a subscriber that missed messages."""
-        frames = self._replay.recv_multipart()
-        if len(frames) != 3 or len(frames[2]) != 8:
-            logger.warning("cache events: a request to replay of %d parts is not understood", len(frames))
-            return
-        client, first = frames[0], int.from_bytes(frames[2], "big")
-        for number, message in self._sent:
-            if number >= first:
-                self._replay.send_multipart((client, b"", number.to_bytes(8, "big"), message))
-        self._replay.send_multipart((client, b"", _END, b""))
-
     def close(self) -> None:
         """Send waiting messages, and end. Closing twice is allowed."""
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join(2.0)
+        self._end()
+        self._thread.join(2.0)
+
+
+def _send(
+    waiting: SimpleQueue[_Message | None],
+    sent: deque[_Message],
+    topic: bytes,
+    context: Any,
+    out: Any,
+    replay: Any,
+) -> None:
+    """What the thread does. It knows no publisher, so that this can be dropped."""
+    while True:
+        if replay is not None and replay.poll(0):
+            _answer(replay, sent)
+        try:
+            item = waiting.get(timeout=_IDLE if replay is not None else None)
+        except Empty:
+            continue
+        if item is None:
+            break
+        number, message = item
+        sent.append(item)
+        out.send_multipart((topic, number.to_bytes(8, "big"), message))
+    context.destroy(linger=200)
+
+
+def _answer(replay: Any, sent: deque[_Message]) -> None:
+    """Answer a subscriber that missed messages."""
+    frames = replay.recv_multipart()
+    if len(frames) != 3 or len(frames[2]) != 8:
+        logger.warning("cache events: a request to replay of %d parts is not understood", len(frames))
+        return
+    client, first = frames[0], int.from_bytes(frames[2], "big")
+    for number, message in sent:
+        if number >= first:
+            replay.send_multipart((client, b"", number.to_bytes(8, "big"), message))
+    replay.send_multipart((client, b"", _END, b""))
 
 
 def as_integer(digest: bytes) -> int:
