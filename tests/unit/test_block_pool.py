@@ -12,7 +12,7 @@ def test_blocks_are_handed_out_once_and_come_back() -> None:
     pool.check_integrity([blocks])
     for block in blocks:
         pool.release(block, retain=False)
-    assert pool.num_free == 4 and pool.num_retained == 0
+    assert pool.num_free == 4 and not pool.retained()
     pool.check_integrity([])
 
 
@@ -62,7 +62,7 @@ def test_drop_retained_makes_them_blank() -> None:
     for block in pool.allocate(2):
         pool.release(block, retain=True)
     pool.drop_retained()
-    assert pool.num_retained == 0 and pool.num_free == 2
+    assert not pool.retained() and pool.num_free == 2
     pool.check_integrity([])
 
 

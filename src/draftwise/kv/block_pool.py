@@ -34,10 +34,6 @@ class BlockPool:
         """Blocks that `allocate` can hand out, retained ones included."""
         return len(self._blank) + len(self._retained)
 
-    @property
-    def num_retained(self) -> int:
-        return len(self._retained)
-
     def allocate(self, n: int) -> list[int]:
         """Hand out n blocks with one reference each. The caller has checked ``n <= num_free``."""
         assert 0 <= n <= self.num_free, f"allocate({n}) with {self.num_free} free blocks"

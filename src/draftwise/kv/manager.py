@@ -344,11 +344,6 @@ class KVManager:
     def num_used(self) -> int:
         return self.num_blocks - self._pool.num_free
 
-    @property
-    def usage(self) -> float:
-        """Share of the blocks that requests hold, 0..1."""
-        return self.num_used / self.num_blocks
-
     def stats(self) -> KVStats:
         free = self._pool.num_free
         return KVStats(
