@@ -698,6 +698,30 @@ def test_requests_come_and_go_among_all_that_happens(
             assert core.scheduler.kv.num_used == 0
 
 
+def test_what_waited_when_a_request_came_is_not_kept(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proposal holds distributions over the vocabulary, for which no memory is planned once they are copied."""
+    entered, kept = [], []
+    enter, finish = Seats._enter, Seats.finish
+
+    def noticed(self: Seats, *args: Any) -> Any:
+        member = enter(self, *args)
+        entered.extend([] if member is None or member.before is None else [member.before.q])
+        return member
+
+    def finished(self: Seats, flight: Any) -> Any:
+        rows = finish(self, flight)
+        kept.extend(member.before for member, _ in flight.members)
+        return rows
+
+    monkeypatch.setattr(Seats, "_enter", noticed)
+    monkeypatch.setattr(Seats, "finish", finished)
+    sent_away_at_times(monkeypatch)
+    engines.ahead.generate(engines.prompts, params_of("rejection", "draft_model", max_tokens=20))
+    assert any(q is not None for q in entered) and kept == [None] * len(kept) != []
+
+
 def test_cancelling_in_the_middle_disturbs_nobody(engines: Engines) -> None:
     params = params_of("coupled", "eagle3", output_kind="delta")
     wanted = token_ids(

@@ -9,6 +9,7 @@ from draftwise.graphs.seats.entering import Entering
 from draftwise.runner.seat_results import Member
 from draftwise.runner.seated import Seated
 from draftwise.runner.seating import Seating
+from draftwise.types import Proposal
 
 
 class Scratch:
@@ -35,9 +36,10 @@ class Scratch:
             self._free[method].append(blocks)
 
 
-def entering(member: Member, place: Place, seating: Seating) -> Entering:
-    """What the device is told of a request that takes a seat; ``place``: where its drafter stands."""
-    row, way, proposal = member.row, member.way, member.before
+def entering(member: Member, proposal: Proposal, place: Place, seating: Seating) -> Entering:
+    """What the device is told of a request that takes a seat; ``proposal`` waits, ``place``: where its drafter
+    stands."""
+    row, way = member.row, member.way
     return Entering(
         known=row.num_tokens,
         root=int(row.tokens_np[row.num_tokens - 1]),

@@ -30,9 +30,8 @@ class Member:
     parents: tuple[int, ...]  # of these
     source: int
     fed: int
-    before: Proposal  # what waited when it came
+    before: Proposal | None  # what waited when it came, until it has taken part in a step: q may be large
     scratch: range  # of blocks behind its own
-    started: bool = False  # it has taken part in a step
     accepted: int = 0  # in the newest step that was read
     looked_up: bool = False
     failed: bool = False

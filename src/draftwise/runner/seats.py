@@ -185,7 +185,7 @@ class Seats:
             if self._rows.get(row.rid) is not row or member.failed or row.is_full:
                 continue
             count, way = len(member.drafts), member.way
-            if not member.started:
+            if member.before is not None:
                 row.proposal = member.before
                 continue
             if count:
@@ -292,7 +292,7 @@ class Seats:
             looked_up=proposal.method != seating.name_of(way.method, False),
         )
         self._members[row.rid] = member
-        coming.append((row.rid, entering(member, place, seating)))
+        coming.append((row.rid, entering(member, proposal, place, seating)))
         self.num_entered += 1
         return member
 
@@ -334,7 +334,7 @@ class Seats:
             self.end()
             return None
         for member in members:
-            member.started = True
+            member.before = None
         told_np = self._steps.told()
         told_np[:] = self._nothing_np
         pages = self._steps.memory.pages
