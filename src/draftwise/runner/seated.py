@@ -26,7 +26,6 @@ class Seated:
         self._guard = guard
         self.steps = drafter.steps
         self.draws = drafter.draws
-        self.most_requests = drafter.most_requests
         self.plan = drafter.plan
         self.scratch = drafter.scratch
         self.joined = drafter.joined

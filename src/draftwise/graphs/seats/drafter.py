@@ -62,38 +62,21 @@ class SeatedDrafter(ABC):
         self._max_len = max_len
         self._sample_method = sample_method
         self.scratch = scratch
+        loop = loops[0]
+        self.draws = loop.seats.noise.shape[1]
+        """Distributions that a request's drafts may be drawn from."""
+        self.plan: TreePlan | None = loop.plan if isinstance(loop, TreeLoop) else None
+        """The tree of its loops; None: chains."""
+        self.rows = loop.shape.rows - loop.masks
+        """Tokens of a request that it may read at once."""
+        self.keeps_drafts = self.plan is None and not loop.masks
+        """Whether drafts that it has fed stay stored until they are accepted."""
 
     @property
     def steps(self) -> int:
         """Most drafts of a request."""
         most = self._loops[0].steps
         return most if self.joined is None else max(most, self.joined.look.steps)
-
-    @property
-    def draws(self) -> int:
-        """Distributions that a request's drafts may be drawn from."""
-        return self._loops[0].seats.noise.shape[1]
-
-    @property
-    def plan(self) -> TreePlan | None:
-        """The tree of its loops; None: chains."""
-        loop = self._loops[0]
-        return loop.plan if isinstance(loop, TreeLoop) else None
-
-    @property
-    def rows(self) -> int:
-        """Tokens of a request that it may read at once."""
-        return self._loops[0].shape.rows - self._loops[0].masks
-
-    @property
-    def keeps_drafts(self) -> bool:
-        """Whether drafts that it has fed stay stored until they are accepted."""
-        return self.plan is None and not self._loops[0].masks
-
-    @property
-    def most_requests(self) -> int:
-        """The requests of its largest loop."""
-        return max(loop.shape.requests for loop in self._loops)
 
     def kind(self, greedy: bool, rule: str) -> LoopKind:
         """How drafts are drawn of a request under a rule; ``greedy``: at temperature 0. See `sampling.draw`."""

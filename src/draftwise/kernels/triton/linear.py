@@ -152,7 +152,8 @@ def linear(
         if x.is_cuda and 0 < rows <= NARROW_ROWS and _is_narrow(x, layer):
             return narrow(x, layer.weight, x.new_empty(rows, outputs, dtype=dtype) if out is None else out)
         if dtype is torch.float32 and layer.bias is None and x.is_cuda and x.dtype is not dtype:
-            return _widened(x, layer.weight, out)
+            # in float32 as it was summed: logits are then not rounded, and read and written once less
+            return torch.mm(x, layer.weight.t(), out_dtype=dtype, **({} if out is None else {"out": out}))
         product = torch.nn.functional.linear(x, layer.weight, layer.bias)
         return product.to(dtype or x.dtype) if out is None else out.copy_(product)
     result = torch.empty((rows, outputs), dtype=dtype or x.dtype, device=x.device) if out is None else out
@@ -240,13 +241,6 @@ def narrow(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         x, weight, out, x.shape[0], *weight.shape, x.stride(0), WIDE=wide, **blocks, **options
     )
     return out
-
-
-def _widened(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-    """``x`` @ ``weight``.T in float32 as it was summed: logits are then not rounded, and read and written once less."""
-    if out is not None:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def _readable(codes: Tensor) -> Tensor:
