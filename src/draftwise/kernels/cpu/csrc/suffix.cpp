@@ -143,9 +143,14 @@ uint32_t SuffixTree::grow(uint32_t at, const int32_t* tokens, uint32_t n, uint32
 
 // How many of `tokens` [n] stand from `place` on; the first one does.
 uint32_t SuffixTree::alike(uint32_t place, const int32_t* tokens, uint32_t n) const {
+  const Block* block = &blocks_[place >> 4];
+  uint32_t at = (place & 15) - kFirstSlot;
   for (uint32_t i = 1; i < n; ++i) {
-    place = after(place, 1);
-    if (token_at(place) != tokens[i]) return i;
+    if (++at == kTokens) {
+      block = &blocks_[block->next];
+      at = 0;
+    }
+    if (block->tokens[at] != tokens[i]) return i;
   }
   return n;
 }
@@ -190,6 +195,16 @@ void SuffixTree::fetch(uint32_t s, const int32_t* tokens, uint64_t n, int stage)
       __builtin_prefetch(&nodes_[node.kids], 1);
     } else if (node.log > 1) {
       __builtin_prefetch(node.log < kHashed ? list(node) : &buckets_[bucket_of(at, token)]);
+    }
+  }
+  constexpr uint64_t kFew = 8;  // of the new tokens, each of which begins a suffix
+  if (nodes_[kRootNode].log < kHashed) return;
+  for (uint64_t i = seq.length; i < n && i < seq.length + kFew; ++i) {
+    const uint32_t& bucket = buckets_[bucket_of(kRootNode, tokens[i])];
+    if (stage == 2) {
+      __builtin_prefetch(&bucket);
+    } else if (bucket != kNoNode) {
+      __builtin_prefetch(&nodes_[bucket], 1);
     }
   }
 }

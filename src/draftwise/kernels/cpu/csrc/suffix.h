@@ -7,6 +7,7 @@
 // sequence that passes its edge, so that a removal never takes tokens away that an edge still needs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -55,6 +56,15 @@ struct SuffixDraft {
   int32_t size = 0;
   int32_t tokens[kMaxDraft];
   int32_t parents[kMaxDraft];
+
+  SuffixDraft() = default;
+  SuffixDraft(const SuffixDraft& other) { *this = other; }
+  SuffixDraft& operator=(const SuffixDraft& other) {  // most have room for many more nodes than they have
+    score = other.score, match_len = other.match_len, source = other.source, size = other.size;
+    std::copy_n(other.tokens, size, tokens);
+    std::copy_n(other.parents, size, parents);
+    return *this;
+  }
 };
 
 class SuffixTree {
@@ -135,7 +145,12 @@ class SuffixTree {
 
   int32_t token_at(uint32_t place) const { return blocks_[place >> 4].tokens[(place & 15) - kFirstSlot]; }
   static uint32_t first_place(const Seq& seq) { return seq.first << 4 | kFirstSlot; }
-  uint32_t after(uint32_t place, uint32_t steps) const;
+  // Example: place 30 (word 14 of block 1), 3 steps, block 1 followed by block 7: word 4 of it, place 7 * 16 + 4.
+  uint32_t after(uint32_t place, uint32_t steps) const {
+    uint32_t block = place >> 4, at = (place & 15) + steps;
+    for (; at > 15; at -= kTokens) block = blocks_[block].next;
+    return block << 4 | at;
+  }
   uint32_t order_of(uint32_t place) const { return blocks_[place >> 4].order; }
   bool newer(uint32_t a, uint32_t b) const;
   uint32_t push_token(Seq& seq, int32_t token);
@@ -163,7 +178,12 @@ class SuffixTree {
   void swap_children(const Node& parent, uint32_t i, uint32_t j);
 
   uint32_t bucket_of(uint32_t parent, int32_t token) const;
-  uint32_t find(uint32_t parent, int32_t token) const;
+  uint32_t find(uint32_t parent, int32_t token) const {
+    const Node& above = nodes_[parent];
+    if (above.log > 1) return find_of_many(parent, token);
+    return above.log == 1 && nodes_[above.kids].token == token ? above.kids : kNoNode;
+  }
+  uint32_t find_of_many(uint32_t parent, int32_t token) const;
   void link(uint32_t n);
   void unlink(uint32_t n);
   uint32_t* link_to(uint32_t n);

@@ -49,7 +49,7 @@ void SuffixTree::draft(int64_t s, const int32_t* context, uint64_t n, const Suff
   // on in the same way, unless the longer one is cut at the tree's depth.
   uint32_t same = 0;  // occurrences of the newest match that was walked and is not cut; 0: there is none
   for (int32_t length = int32_t(matches_.size()); length > 0; --length) {
-    double allowed = std::floor(length * limits.factor + limits.offset + 1e-6);
+    double allowed = length * limits.factor + limits.offset + 1e-6;
     int32_t most = int32_t(std::min<double>(allowed, std::min(limits.budget, kMaxDraft)));
     if (most <= 0 || !better(most, length, *best)) break;
     Locus from = matches_[size_t(length) - 1];

@@ -28,13 +28,6 @@ SuffixTree::SuffixTree(uint32_t depth) : depth_(depth), free_nodes_(kNoNode), fr
 
 // ---------------------------------------------------------------------------------------------------- tokens
 
-// Example: place 30 (slot 14 of block 1), 3 steps, block 1 followed by block 7: slot 4 of it, place 7 * 16 + 4.
-uint32_t SuffixTree::after(uint32_t place, uint32_t steps) const {
-  uint32_t block = place >> 4, at = (place & 15) + steps;
-  for (; at > 15; at -= kTokens) block = blocks_[block].next;
-  return block << 4 | at;
-}
-
 bool SuffixTree::newer(uint32_t a, uint32_t b) const {
   const Block &x = blocks_[a >> 4], &y = blocks_[b >> 4];
   if (x.order != y.order) return int32_t(x.order - y.order) > 0;
@@ -277,10 +270,8 @@ uint32_t SuffixTree::bucket_of(uint32_t parent, int32_t token) const {
   return bucket < num_buckets_ ? bucket : h & (round_ - 1);
 }
 
-uint32_t SuffixTree::find(uint32_t parent, int32_t token) const {
+uint32_t SuffixTree::find_of_many(uint32_t parent, int32_t token) const {
   const Node& above = nodes_[parent];
-  if (above.log == 0) return kNoNode;
-  if (above.log == 1) return nodes_[above.kids].token == token ? above.kids : kNoNode;
   if (above.log < kHashed) {
     const uint32_t *kids = list(above), *tokens = kids + (1u << above.log);
     for (uint32_t i = 0; i < kids[0]; ++i) {
