@@ -15,6 +15,7 @@ from tests.fakes.tiny import VOCAB, save_llama
 from tests.native import native_or_skip
 from torch import Tensor
 
+from draftwise.kernels.base import HeadShape
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.recording import Recording
@@ -287,6 +288,16 @@ def test_a_product_that_is_read_again_is_refused() -> None:
     ops.add_rms_norm(product, residual, norm)
     with pytest.raises(RecordingError, match="fused"):
         ops.copy(product)
+
+
+def test_heads_larger_than_the_kernel_s_buffer_are_refused() -> None:
+    recording = Recording(torch.float32)
+    qkv = native_ops().embedding(recording.token_ids, torch.ones(4, 3 * 2048))
+    cache = (torch.zeros(16, 2, 2048),)
+    with pytest.raises(ValueError, match="up to 1024"):
+        recording.qkv_rope_write(
+            qkv, HeadShape(1, 1, 2048), recording.positions, cache, recording.slots, None, None, 1e-5
+        )
 
 
 class Peeking(LlamaModel):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwise.kernels.base import HeadShape
 from draftwise.kernels.cpu.adapters import NativeAdditions
-from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, is_latent, kv_parts, sinks_of
+from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, check_rotated, is_latent, kv_parts, sinks_of
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.experts import NativeExperts
 from draftwise.kernels.cpu.heads import NativeHeads
@@ -166,16 +166,20 @@ class Recording(RowTape):
         """Queries are rotated where they stand: the result is the same buffer."""
         if slots is not self.slots:
             raise RecordingError("rows are written to the slots of the batch and to no others")
-        packed = buffer_of(qkv)
+        packed, turns = buffer_of(qkv), buffer_of(rotation)
         entries, scales = kv_parts(kv)
+        check_rotated(heads.head_dim)
         require(
             packed.width == (heads.num_heads + entries.shape[1]) * heads.head_dim,
             "rows and a cache of the same heads",
         )
+        require(
+            turns.dtype is torch.float32 and turns.width == heads.head_dim, "a float32 rotation for each row"
+        )
         self._append(
             _ROPE_WRITE,
             x=packed.number,
-            y=buffer_of(rotation).number,
+            y=turns.number,
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,

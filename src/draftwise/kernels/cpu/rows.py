@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import FUNCTIONS, HeadShape
-from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, is_latent, kv_parts
+from draftwise.kernels.cpu.attention import DTYPES, KV_DTYPES, check_rotated, is_latent, kv_parts
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.handles import NativeNorm, RopeCall, norms_of, result_of
 from draftwise.kernels.cpu.library import NativeLibrary
@@ -174,10 +174,8 @@ class RowKernels:
         num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
         rows, width = qkv.shape
         require(qkv.dtype is self._dtype and qkv.is_contiguous(), "rows of the model's type, side by side")
-        require(
-            dim % 2 == 0 and dim <= 1024 and width == (num_q + entries.shape[1]) * dim,
-            "heads of an even size up to 1024",
-        )
+        check_rotated(dim)
+        require(width == (num_q + entries.shape[1]) * dim, "rows and a cache of the same heads")
         latent = is_latent(entries, num_kv, dim)
         require(
             rope_rows.dtype is torch.float32
