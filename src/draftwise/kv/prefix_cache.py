@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 16
 _HASHER = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"draftwise.kv")
-_INT32 = np.dtype(np.int32)
 """Copied for each digest, which takes half as long as making one: requests that decode fill blocks in every step."""
+_INT32 = np.dtype(np.int32)
 
 
 def root_digest(salt: str | None) -> bytes:
