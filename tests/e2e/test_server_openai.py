@@ -223,6 +223,13 @@ def test_responses(client: openai.OpenAI) -> None:
     assert pieces == text and last is not None
     assert last.type in ("response.completed", "response.incomplete")
     assert last.response.output_text == text and last.response.usage is not None
+    for usage in (whole.usage, last.response.usage):
+        assert usage is not None
+        for details in (
+            usage.input_tokens_details,
+            usage.output_tokens_details,
+        ):  # all that the client's types want
+            type(details).model_validate(details.model_dump(exclude_unset=True))
 
 
 def test_seed_decides_the_text(client: openai.OpenAI) -> None:

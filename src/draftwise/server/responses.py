@@ -135,7 +135,7 @@ class _Answer:
             "output": self.items.output,
             "usage": {
                 "input_tokens": len(output.prompt_token_ids),
-                "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+                "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": num_tokens,
                 "output_tokens_details": {"reasoning_tokens": num_thoughts},
                 "total_tokens": len(output.prompt_token_ids) + num_tokens,
