@@ -268,6 +268,12 @@ class TestProcessors:
         with pytest.raises(RequestError, match=r"must return logits of shape \[12\]"):
             process(torch.zeros(1, V), rows)
 
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64])
+    def test_masks_and_ids_are_no_logits(self, dtype: torch.dtype) -> None:
+        rows = [row_of(SamplingParams(logits_processors=[lambda ids, logits: logits.to(dtype)]))]
+        with pytest.raises(RequestError, match=f"must return float logits, got {str(dtype)[6:]}"):
+            process(torch.zeros(1, V), rows)
+
 
 def test_token_ids_outside_the_vocabulary() -> None:
     for params in ({"logit_bias": {V: 1.0}}, {"allowed_token_ids": [1, V]}, {"stop_token_ids": [V]}):

@@ -196,6 +196,11 @@ def _apply_processors(
                     f"logits processor {getattr(fn, '__name__', fn)!r} must return logits of shape"
                     f" [{logits.shape[1]}], got {tuple(getattr(result, 'shape', ())) or type(result).__name__}"
                 )
+            if not result.is_floating_point():  # a mask, say, which would be taken for logits of 0 and 1
+                raise RequestError(
+                    f"logits processor {getattr(fn, '__name__', fn)!r} must return float logits, got"
+                    f" {str(result.dtype).removeprefix('torch.')}"
+                )
         logits[i] = result
     except Exception as error:
         if errors is None:
