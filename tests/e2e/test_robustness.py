@@ -348,9 +348,7 @@ def test_a_stepped_engine_whose_step_fails(tiny: TinyModels, error: BaseExceptio
             with pytest.raises(EngineDeadError, match="has failed"):
                 engine.has_unfinished_requests()
             return
-        assert outputs()["cut"].finish_reason == "abort"
-        engine.add_request("again", [3, 4, 5], GREEDY)
-        assert outputs()["again"].token_ids == wanted
+        assert outputs()["cut"].token_ids == wanted  # it goes on
         engine._alive().core.check_integrity()
     finally:
         engine.close()

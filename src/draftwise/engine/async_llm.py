@@ -19,6 +19,7 @@ from draftwise.config.lora import LoRARequest
 from draftwise.engine.absent import Absent
 from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
 from draftwise.engine.chats import chat_prompt
+from draftwise.engine.contained import contained
 from draftwise.engine.core import CacheListener
 from draftwise.engine.group import Reading, RequestGroup
 from draftwise.engine.llm import engine_stats
@@ -143,7 +144,7 @@ class AsyncLLM(Absent):
         prompt = one_prompt(prompt)
         if numbers is None or sampling_params is None:
             sampling_params = own_params(sampling_params)
-        params = sampling_params
+        params = contained(sampling_params)
         loop = asyncio.get_running_loop()
         self._thread.check_alive()
         processor = self._engine.processor

@@ -1,49 +1,70 @@
-"""Ctrl-C between the steps of an engine that runs in the caller's thread."""
+"""What handlers of signals raise (Ctrl-C, a time limit) comes between the steps of an engine that runs in the caller's
+thread."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
+
+_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGVTALRM", "SIGPROF")
+    if hasattr(signal, name)  # Windows has few
+)  # fmt: skip
 
 
 class WholeSteps:
-    """Inside this context Ctrl-C waits for `check`, which is called between two steps. A second Ctrl-C does not wait.
+    """Inside this context handlers of signals run at once, but what they raise waits for `check`, which is called
+    between two steps. What a second one raises does not wait.
 
-    KeyboardInterrupt in the middle of planning or of taking in a step would leave the books of scheduler and cache half
-    written, and the engine, which goes on to be used in a notebook, would give out a block twice. Only Python's own
-    handler is delayed; handlers of commands, which end at once, stay.
+    KeyboardInterrupt, or the TimeoutError of an alarm, in the middle of planning or of taking in a step would leave the
+    books of scheduler and cache half written, and the engine, which goes on to be used, would give out a block twice.
+    In a drafter or a logits processor it would be taken for an error of theirs.
     """
 
     def __init__(self) -> None:
-        self._installed = False
-        self._asked = False
+        self.broken_off = False
+        """Whether `check` raised something."""
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}  # the program's
+        self._held: BaseException | None = None
 
     def __enter__(self) -> Self:
-        if (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ):
-            self._installed = True
-            signal.signal(signal.SIGINT, self._ask)
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._run)
         return self
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
+    def _run(self, number: int, frame: FrameType | None) -> None:
+        if self._held is not None:
+            self._handlers[number](number, frame)
+            return
+        try:
+            self._handlers[number](number, frame)
+        except BaseException as error:
+            self._held = error
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
-        if self._asked:
-            self._asked = False
-            raise KeyboardInterrupt
+        """Raise what a handler has raised."""
+        if self._held is None:
+            return
+        self.broken_off = True
+        error, self._held = self._held, None
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._run:  # else a handler has put another one there
+                signal.signal(number, handler)
         if error is None:
             self.check()  # one that came after the last step

@@ -110,23 +110,24 @@ class LLM(OwnSteps, Absent):
         engine = self._alive()
         requests = [request for group in groups for request in group.requests]
         open_rids = {request.rid for request in requests}
-        try:
-            with WholeSteps() as steps, torch.inference_mode():
-                for request in requests:
-                    engine.core.add(request)
-                for group in groups:
-                    group.lease = None
-                # Nothing is under way afterwards: a process may fork then.
-                while open_rids or engine.core.in_flight:
-                    for update in engine.core.step():
-                        if update.finished:
-                            open_rids.discard(update.request.rid)
-                        if progress is not None:
-                            progress.update(update.num_new, update.finished)
-                    steps.check()
-        except BaseException as error:
-            self._broken_off(error, open_rids)
-            raise
+        with WholeSteps() as steps:
+            try:
+                with torch.inference_mode():
+                    for request in requests:
+                        engine.core.add(request)
+                    for group in groups:
+                        group.lease = None
+                    # Nothing is under way afterwards: a process may fork then.
+                    while open_rids or engine.core.in_flight:
+                        for update in engine.core.step():
+                            if update.finished:
+                                open_rids.discard(update.request.rid)
+                            if progress is not None:
+                                progress.update(update.num_new, update.finished)
+                        steps.check()
+            except BaseException as error:
+                self._broken_off(error, open_rids, asked=steps.broken_off)
+                raise
 
     def chat(
         self,

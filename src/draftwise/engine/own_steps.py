@@ -22,16 +22,17 @@ class OwnSteps:
             raise EngineDeadError(f"there is no engine: {self._gone}")
         return self._engine
 
-    def _broken_off(self, error: BaseException, rids: Iterable[int]) -> None:
-        """A step of these requests has no results. They end: what the executor knows of them need not be what the
-        scheduler knows. After Ctrl-C and the like the engine stays usable. After a failure it is closed, and
+    def _broken_off(self, error: BaseException, rids: Iterable[int] = (), *, asked: bool = False) -> None:
+        """A step ended with an error: end these requests, of which nobody will ask again; what the others lack is
+        computed again (`Scheduler.break_off`). The engine stays usable, as after Ctrl-C, if the error is not one of the
+        engine's, or a handler of a signal raised it between two steps (``asked``). Else the engine is closed, and
         EngineDeadError is raised."""
         engine = self._alive()
         for rid in rids:
             engine.core.cancel(rid)
         if isinstance(error, lifetime.ProgramEnding):
             lifetime.rest()
-        if isinstance(error, Exception) and not isinstance(error, DraftwiseError):
+        if isinstance(error, Exception) and not isinstance(error, DraftwiseError) and not asked:
             self._engine = None
             engine.core.close()
             raise EngineDeadError(f"the engine failed: {type(error).__name__}: {error}") from error

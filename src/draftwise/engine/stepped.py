@@ -39,7 +39,7 @@ class LLMEngine(OwnSteps):
         super().__init__()
         self._groups: dict[str, RequestGroup] = {}
         self._names: dict[int, str] = {}  # number of a request -> id of its prompt
-        self._news: list[RequestUpdate] = []  # of steps whose outputs nobody has got, because of Ctrl-C
+        self._news: list[RequestUpdate] = []  # of steps whose outputs nobody has got, because of a signal
         with lifetime.computing():
             self._engine = build_engine(check_alone(resolve_engine_config(model=model, **options)))
 
@@ -74,9 +74,9 @@ class LLMEngine(OwnSteps):
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step. Returns an output per changed prompt, as its ``output_kind`` asks. Ctrl-C waits for the
-        end of the step, whose outputs then come with those of the next call. A second Ctrl-C does not wait: all
-        requests end, and the next call says so.
+        """Compute one step. Returns an output per changed prompt, as its ``output_kind`` asks. What Ctrl-C or
+        another signal raises waits for the end of the step, whose outputs then come with those of the next call. A
+        second Ctrl-C does not wait: the step is computed again.
 
         Raises EngineDeadError if the engine was closed or fails.
         """
@@ -86,7 +86,7 @@ class LLMEngine(OwnSteps):
                 with lifetime.computing():
                     self._news += engine.core.step()
             except BaseException as error:
-                self._broken_off(error, list(self._names))
+                self._broken_off(error)
                 raise
         updates, self._news = self._news, []
         changed = dict.fromkeys(self._names[u.request.rid] for u in updates if u.request.rid in self._names)

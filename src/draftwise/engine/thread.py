@@ -79,7 +79,8 @@ class EngineThread:
         if isinstance(self._failure, EngineDeadError):
             raise EngineDeadError(str(self._failure))
         if self._failure is not None:
-            raise EngineDeadError(f"the engine failed: {self._failure}") from self._failure
+            failure = self._failure
+            raise EngineDeadError(f"the engine failed: {type(failure).__name__}: {failure}") from failure
         if self._closing:
             raise EngineDeadError("the engine was closed")
 

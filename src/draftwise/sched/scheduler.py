@@ -388,9 +388,13 @@ class Scheduler:
         ]
 
     def break_off(self, plan: StepPlan) -> None:
-        """The newest step has no results, and the executor may not have heard of it: it is told once more who left."""
+        """The newest step ended with an exception, somewhere: what the executor has of those that run is in no known
+        state. It drops them, and they are computed again from their tokens."""
         self._newest.plan, self._newest.side_by_side = EMPTY_PLAN, None
+        # Of those that left with this plan, too: the executor may not have come so far.
         self._removed = [*plan.removed, *self._removed]
+        for request in self._running.copy():
+            self._preempt(request)
 
     def learn(self, result: StepResult, seconds: float | None) -> None:
         """Tell the controller what the committed step took, see `Controller.observe`."""
