@@ -112,6 +112,12 @@ class SpeculationChoice:
             parents, ranks = parse_tree(tree)
         except ConfigError as error:
             raise RequestError(f"speculation: {error}") from None
+        nodes = len(parents) if given.get("num_speculative_tokens") is None else k
+        if given.get("speculative_token_tree") is not None and nodes != len(parents):
+            raise RequestError(
+                f"speculation: num_speculative_tokens: {k} contradicts a speculative_token_tree of {len(parents)} nodes"
+            )
+        parents, ranks = parents[:nodes], ranks[:nodes]
         return Speculation(method, len(parents), rule, parents, ranks)
 
     def _most_chain(self, method: str) -> int:
