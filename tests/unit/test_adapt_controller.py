@@ -236,6 +236,25 @@ def test_from_one_request_to_many_and_back() -> None:
     assert common_budget(simulation.run(50)) >= 3
 
 
+@pytest.mark.parametrize(("accept", "alone", "more"), [(0.95, 4, 2), (0.95, 12, 0), (0.0, 12, 0)])
+def test_steps_that_all_have_prompts_in_them(accept: float, alone: int, more: int) -> None:
+    """The time of a prompt hides what the rest of a step takes: what drafts bring is booked beside what they take, and
+    plain steps that cannot be measured are not made again and again."""
+    flat = World(lambda n, rows: 4 + 0.02 * rows, draft_pass, lambda *_: accept, prompt=0.1)
+    controller = AdaptiveController()
+    simulation = Simulation(flat, controller)
+    simulation.add(alone)
+    simulation.run(100)
+    simulation.add(more)  # a size that never decodes alone
+    pauses, drafting = controller.stats().pauses, 0
+    for _ in range(600):
+        simulation.add(1, tokens=1, method="none")
+        (step,) = simulation.run(1)
+        drafting += sum(map(bool, step.budgets.values())) >= alone
+    assert drafting > 560 if accept else drafting < 30
+    assert controller.stats().pauses - pauses < 12
+
+
 def test_methods_in_one_batch_are_judged_apart() -> None:
     def chance(rid: int, method: str, position: int, time: float) -> float:
         return 0.95 if method == "good" else 0.02
@@ -380,5 +399,5 @@ def test_what_drafters_read_is_weighed_against_the_batch_that_reads() -> None:
     controller._decisions.plain_known = True
     for batch, lost in ((64, 1.0), (1, 10.0), (0, 10.0)):  # 0: all have ended
         controller._roster.batch, controller._ledger.balance = batch, 6.0
-        controller._book_reading(0.010)
+        controller._book_beside(0.010)
         assert controller._ledger.balance == pytest.approx(max(6.0 - lost, -4.0), abs=0.3)

@@ -71,8 +71,8 @@ class AdaptiveController(Controller):
         self._num_suspended = 0
         self._rounds = RoundTimes(self._explorer, self._decisions)
         self._unbooked: deque[tuple[int, int, int]] = deque(maxlen=8)
-        """Requests, tokens and rounds of the steps that were passed over since the last one in the account; few, unless
-        steps that count have prompts in them."""
+        """Requests, accepted drafts and rounds of the steps that were passed over since the last one in the account;
+        few, unless steps that count have prompts in them."""
 
     # ------------------------------------------------------------------------------------------- planning
 
@@ -227,7 +227,7 @@ class AdaptiveController(Controller):
         rounds = result.num_rounds
         if not shape.prompt_rows:
             self._rounds.saw(rounds)
-        tokens, drafted, apart = self._observe_rounds(result, planned)
+        accepted, drafted, apart = self._observe_rounds(result, planned)
         if seconds is None:
             return
         whole, seconds = seconds, self._rounds.of_one(result, planned, seconds)
@@ -255,7 +255,7 @@ class AdaptiveController(Controller):
         warm = step > self.settings.warm_steps and self._decisions.next_step > step + 2
         if decoding and not pure and warm and step % self._decisions.stride:
             # To take one in costs as much as everything else together: the next one stands for those before it, too.
-            self._unbooked.append((shape.requests, tokens, rounds))
+            self._unbooked.append((shape.requests, accepted, rounds))
             self._earn(whole)
             return
         usual = seconds - draft_time
@@ -264,18 +264,18 @@ class AdaptiveController(Controller):
         if drafting:
             usual += self._drafting_time.observe(draft_time, shape, planned)
         if drafting and shape.prompt_rows:
-            self._book_reading(draft_time)
+            self._book_beside(draft_time, drafted, accepted)
         if decoding:
             self._decisions.saw_decoding(shape.context // shape.requests, shape.sampled)
             if pure and not untimed:
                 self._explorer.saw_plain(shape.requests)
             if not plain:
-                self._account(shape, tokens, min(seconds, 1.25 * usual), rounds)
+                self._account(shape, accepted, min(seconds, 1.25 * usual), rounds)
         self._earn(whole)
 
     def _observe_rounds(self, result: StepResult, planned: Planned) -> tuple[int, int, bool]:
         """`_observe_rows` of all rounds."""
-        tokens, total, apart = self._observe_rows((*result.earlier, result.rows)[0], planned)
+        kept, total, apart = self._observe_rows((*result.earlier, result.rows)[0], planned)
         for rows in (*result.earlier, result.rows)[1:]:
             for rid, drafted, _, _, _, _ in outcomes(rows):
                 drafter = self._drafters.get(rid)
@@ -288,20 +288,20 @@ class AdaptiveController(Controller):
                     else:
                         planned.before[rid] = drafter.before
             more = self._observe_rows(rows, planned)
-            tokens, total, apart = tokens + more[0], total + more[1], apart or more[2]
-        return tokens, total, apart
+            kept, total, apart = kept + more[0], total + more[1], apart or more[2]
+        return kept, total, apart
 
     def _observe_rows(self, rows: Sequence[RowResult], planned: Planned) -> tuple[int, int, bool]:
-        """Take in what became of every request's proposal. Answers how many tokens there were, and drafts verified, and
-        whether some request had no seat because its drafter was told of tokens and did not draft."""
-        tokens = total = 0
+        """Take in what became of every request's proposal. Answers how many drafts were accepted, and how many
+        verified, and whether some request had no seat because its drafter was told of tokens and did not draft."""
+        kept = total = 0
         apart = False
         drafters, asked, before = self._drafters, planned.asked, planned.before
         for place, (rid, drafted, accepted, depth, proposed, size) in enumerate(outcomes(rows)):
-            tokens += size
             drafter = drafters.get(rid)
             if drafted and size:  # without tokens: the request failed
                 total += drafted
+                kept += accepted
                 if drafter is not None:
                     # A group that once drafted trees counts by the nodes of paths.
                     trees = depth != drafted or drafter.group.trees
@@ -318,7 +318,7 @@ class AdaptiveController(Controller):
                     drafter.group.acceptance.add_size(proposed)
                 if drafter.probe:
                     self._explorer.take_proposal(drafter, proposed)
-        return tokens, total, apart
+        return kept, total, apart
 
     def _judge(
         self,
@@ -339,16 +339,20 @@ class AdaptiveController(Controller):
         if drafter.probe and self._explorer.take_outcome(drafter, drafted, accepted, self._decisions.prices):
             self._decisions.decide_by(self._step + 2)
 
-    def _book_reading(self, seconds: float) -> None:
-        """Drafters have read what others decoded, or prompts."""
+    def _book_beside(self, seconds: float, verified: int = 0, accepted: int = 0) -> None:
+        """Drafters have read what others decoded, or prompts. Beside a prompt, whose time hides what the rest of a step
+        takes, drafts were ``verified`` and ``accepted``."""
         prices = self._decisions.prices
         if prices is None or not self._decisions.plain_known:
             return
         n, plain = self._roster.batch or prices.requests, prices.plain
+        context = prices.context // prices.requests * n
         # Those of the newest choice may have ended, while others come all at once.
         if bucket(n) != bucket(prices.requests):
-            plain = self.model.target_time(n, n, prices.context // prices.requests * n, prices.sampled)
-        self._ledger.book(-seconds / plain, n)
+            plain = self.model.target_time(n, n, context, prices.sampled)
+        if verified:
+            seconds += max(self.model.target_time(n, n + verified, context, prices.sampled) - plain, 0.0)
+        self._ledger.book(accepted / n - seconds / plain, n)
 
     def _charge_following(self, seconds: float, shape: StepShape) -> None:
         """Drafters have spent time in a step in which none of them drafted."""
@@ -356,29 +360,29 @@ class AdaptiveController(Controller):
         if prices is None:
             return
         if any(group.follows and not group.resting for group in self._groups):
-            self._book_reading(seconds)
+            self._book_beside(seconds)
             return
         self._explorer.spend(seconds)  # for a sample
         if self._explorer.funds < 0:
             for group in self._groups:
                 self._following.drop(group)
 
-    def _account(self, shape: StepShape, tokens: int, seconds: float, rounds: int) -> None:
+    def _account(self, shape: StepShape, accepted: int, seconds: float, rounds: int) -> None:
         """Book what speculation gains or loses against plain decoding, in plain steps. ``seconds``: of a round. The
         step stands for those that were passed over before it and had as many requests: their rounds took as long, and
-        their tokens were counted.
+        what they accepted was counted.
 
-        Example: 3 tokens for one request in 1.5 times the time of a plain step: 3 - 1.5 = 1.5 steps gained.
+        Example: 2 drafts of one request in 1.5 times the time of a plain step: 2 + 1 - 1.5 = 1.5 steps gained.
         """
         alike = [(many, of) for requests, many, of in self._unbooked if requests == shape.requests]
         self._unbooked.clear()
-        steps, total = rounds + sum(of for _, of in alike), tokens + sum(many for many, _ in alike)
+        steps, total = rounds + sum(of for _, of in alike), accepted + sum(many for many, _ in alike)
         prices = self._decisions.prices
         if prices is None or not self._decisions.plain_known:
             return
         if bucket(shape.requests) != bucket(prices.requests) or shape.sampled != prices.sampled:
             return
-        gain = total / shape.requests - steps * seconds / prices.plain
+        gain = total / shape.requests + steps * (1 - seconds / prices.plain)
         self._ledger.book(gain, shape.requests)
 
     def _earn(self, seconds: float) -> None:

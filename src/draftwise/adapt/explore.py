@@ -56,6 +56,7 @@ class Explorer:
         self._funds = 0.0  # seconds that may be spent
         self._row_cost = 0.0  # seconds per row of a probe
         self._plain_seen: dict[int, int] = {}  # class of the batch -> step of the last plain measurement
+        self._unseen = 0  # pauses on the house since then
 
     def begin(self, step: int) -> None:
         """A step begins: nothing is tried in it yet."""
@@ -91,6 +92,7 @@ class Explorer:
     def saw_plain(self, requests: int) -> None:
         """A plain step with this many requests was measured."""
         self._plain_seen[class_of_batch(requests)] = self._step
+        self._unseen = 0
 
     # -------------------------------------------------------------------------------------- outcomes of probes
 
@@ -154,7 +156,11 @@ class Explorer:
         seen = self._plain_seen.get(class_of_batch(prices.requests))
         cost = self.pause_steps * prices.plain * (1 - 1 / rate_gain)
         # Never measured at this size, and every comparison rests on it; and the first few samples are on the house.
+        # Where none comes of it, since all steps have prompts in them, it is tried again after 16, 32, ... rounds.
         if seen is None or (not plain_known and step >= seen + self._steps(8)):
+            if self._unseen and step < self._pause_until + self._steps(8 << min(self._unseen, 8)):
+                return False
+            self._unseen += 1
             cost = 0.0
         elif not plain_known or step < seen + self._pause_interval(prices, rate_gain) or self._funds < cost:
             return False
