@@ -20,6 +20,7 @@ from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
+from draftwise.models.source import checkpoint_format
 from draftwise.quantization.parsing import parse_checkpoint_format
 
 
@@ -98,6 +99,17 @@ def test_rotations_that_are_not_in_the_weights_are_named(places: list[str], refu
         return
     with pytest.raises(ModelLoadError, match=refused):
         parse_checkpoint_format(description)
+
+
+def test_the_form_may_stand_in_the_text_part(tmp_path: Path) -> None:
+    """As Kimi K2.5 has it."""
+    raw = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "text_config": {"quantization_config": tensors_config("pack-quantized")},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = checkpoint_format(tmp_path)
+    assert found is not None and found.name == "compressed-tensors w4a16"
 
 
 @pytest.fixture

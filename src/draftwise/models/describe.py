@@ -27,7 +27,7 @@ from draftwise.models.loader import check_divided, declare, is_general, load_con
 from draftwise.models.parts import of_rank
 from draftwise.models.paths import resolve_path
 from draftwise.models.registry import resolve_model
-from draftwise.models.source import checkpoint_format, read_raw, scan
+from draftwise.models.source import checkpoint_format, read_raw, scan, written_form
 from draftwise.models.weights import WeightPlan
 from draftwise.quantization.scheme import Scheme, parse_scheme
 
@@ -338,7 +338,7 @@ def _of_general(raw: RawConfig, config: ModelConfig, *, experts: bool = False) -
         "layout": estimate if shapes is None or latent else shapes,
         "layout_is_exact": shapes is not None and not latent,
         "state": state,
-        "parameters": None if raw.get("quantization_config") is not None else counts,
+        "parameters": None if written_form(raw) is not None else counts,
     }
 
 

@@ -40,15 +40,26 @@ def scan(place: Path) -> Mapping[str, TensorEntry]:
     entries, raw = scan_checkpoint(place), read_raw(place)
     if PART_OF in raw:
         entries = text_tensors(entries)
-    written = raw.get("quantization_config")
-    is_bnb = isinstance(written, Mapping) and written.get("quant_method") == "bitsandbytes"
-    return bitsandbytes_tensors(entries) if is_bnb else entries
+    return bitsandbytes_tensors(entries) if is_bitsandbytes(written_form(raw)) else entries
+
+
+def written_form(raw: Mapping[str, Any]) -> Any:
+    """``quantization_config`` of a config.json, or of its text part (Kimi K2.5); None: it has none."""
+    text = raw.get("text_config")
+    return raw.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, Mapping) else None
+    )
+
+
+def is_bitsandbytes(written: object) -> bool:
+    """Whether a ``quantization_config`` says so."""
+    return isinstance(written, Mapping) and written.get("quant_method") == "bitsandbytes"
 
 
 def checkpoint_format(place: Path) -> CheckpointFormat | None:
     """How a checkpoint stores quantised layers; None: it has none. Raises ModelLoadError for others."""
     whole = read_raw(place)
-    raw = whole.get("quantization_config")
+    raw = written_form(whole)
     if raw is None:
         return None
     if not isinstance(raw, Mapping):

@@ -21,6 +21,7 @@ from draftwise.models.checkpoint import (
     scan_checkpoint,
     scan_file,
 )
+from draftwise.models.source import is_bitsandbytes, written_form
 from draftwise.models.weights import WeightPlan, same_shape
 from draftwise.models.words import shorten
 from draftwise.quantization.checkpoint import CheckpointFormat
@@ -100,7 +101,7 @@ class HeadTensors(Mapping[str, HeadTensor]):
         """
         written = _quantization(self.folder)
         floats = all(tensor.dtype in _FLOATS | _OTHERS for tensor in self._tensors.values())
-        if written is None or (floats and not _is_bitsandbytes(written)):  # that may give numbers for codes
+        if written is None or (floats and not is_bitsandbytes(written)):  # that may give numbers for codes
             return self
         origins = {
             new.rpartition(".")[0]: tensor.origin.rpartition(".")[0] for new, tensor in self._tensors.items()
@@ -240,19 +241,11 @@ def _scan_one(folder: Path, file: Path) -> HeadTensors:
 def _quantization(folder: Path) -> object:
     """``quantization_config`` of a folder's config.json, of its text part if it is there; None: it has none."""
     path = folder / "config.json"
-    raw = read_json(path) if path.is_file() else {}
-    text = raw.get("text_config")
-    return raw.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, Mapping) else None
-    )
-
-
-def _is_bitsandbytes(written: object) -> bool:
-    return isinstance(written, Mapping) and written.get("quant_method") == "bitsandbytes"
+    return written_form(read_json(path)) if path.is_file() else None
 
 
 def _from_entries(folder: Path, entries: Mapping[str, TensorEntry]) -> HeadTensors:
-    if _is_bitsandbytes(_quantization(folder)):
+    if is_bitsandbytes(_quantization(folder)):
         entries = bitsandbytes_tensors(entries)
     return HeadTensors(folder, {n: HeadTensor(n, e.shape, e.dtype, e) for n, e in entries.items()})
 
