@@ -251,6 +251,19 @@ def test_cancelled_waiting_requests_leave_at_once() -> None:
 # ------------------------------------------------------------------------------------------------------- rows
 
 
+def test_who_has_ended_hurries_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is closed behind its last output does not cut the rounds of the others short."""
+    engine = Engine(8, 8)
+    hurried: list[bool] = []
+    monkeypatch.setattr(engine.executor, "hurry", hurried.append)
+    done, other = engine.add(3, 1), engine.add(3, 8)
+    assert hurried == [True, True]
+    engine.step()
+    assert done.finish_reason == "length" and hurried.pop() is False
+    assert not engine.core.cancel(done.rid) and hurried == [True, True]
+    assert engine.core.cancel(other.rid) and hurried == [True, True, True]
+
+
 def test_nobody_starves_when_drafts_could_take_all_rows() -> None:
     engine = Engine(blocks=400, rows=32)
     for _ in range(8):

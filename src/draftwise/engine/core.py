@@ -116,8 +116,10 @@ class EngineCore:
     def cancel(self, rid: int) -> bool:
         """Stop a request; False if it had ended."""
         with self.lock:
-            self.executor.hurry(True)
-            return self.scheduler.cancel(rid)
+            found = self.scheduler.cancel(rid)
+            if found:
+                self.executor.hurry(True)
+            return found
 
     def step(self) -> list[RequestUpdate]:
         """Compute one step for all requests that can take part. When planning ahead, returns the results of the step
