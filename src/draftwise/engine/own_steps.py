@@ -45,4 +45,4 @@ class OwnSteps:
         self._engine.adapters.after_fork_in_child()
         if not self._engine.core.after_fork_in_child():
             self._engine = None
-            self._gone = "the process that this one was forked from has it, with a step under way or ranks; build another"
+            self._gone = "its steps or ranks stayed in the process that this one was forked from; build one here"
