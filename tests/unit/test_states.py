@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.tree_model import draft_row
 from torch import Tensor, nn
 
 from draftwise.errors import ModelLoadError
@@ -25,6 +26,7 @@ from draftwise.models.general.hoisting import Ends
 from draftwise.models.general.modules import exchange
 from draftwise.models.general.recurrence import Recurrence
 from draftwise.models.inputs import RowInput, build_step_input
+from draftwise.propose.models.carried import CarriedStates
 
 CPU = torch.device("cpu")
 SPEC = StateSpec((((3,), torch.float32), ((2, 2), torch.bfloat16)))
@@ -65,6 +67,17 @@ def test_who_begins_takes_over_the_slot() -> None:
     states.begin(0, 0, 8, 8)
     assert states.begin(0, 0, 4, 4) == (None, (0,))
     assert not states.holds(0, 8) and states.holds(0, 4) and states.holds(0, 0)
+
+
+def test_a_drafter_does_not_go_on_from_the_state_of_a_request_that_left() -> None:
+    carried = CarriedStates(SPEC, 1, 2, CPU)
+    carried.store.begin(carried.slot(0), context=0, final=32, end=32)
+    rows = [draft_row(8, rid=rid, tokens=range(33)) for rid in (0, 1)]
+    for row in rows:
+        row.filled = 32  # of the second: another request's blocks
+    assert carried.known(rows[0]) == 32
+    carried.remove(0)
+    assert carried.known(rows[1]) == 0
 
 
 def test_memory() -> None:

@@ -85,6 +85,10 @@ class StateStore:
         """Whether a pass of the request can begin behind so many tokens."""
         return not tokens or tokens in self._kept[slot]
 
+    def leave(self, slot: int) -> None:
+        """Whoever had the slot is gone: its states are nobody's."""
+        self._kept[slot] = {}
+
     def begin(self, slot: int, context: int, final: int, end: int) -> Begun:
         """A pass computes tokens ``context .. end - 1`` of a request. Tokens before ``final`` stay, the rest may be
         taken back. Until the pass has written them, the states that it keeps are undefined.

@@ -46,4 +46,5 @@ class CarriedStates:
         """Free the slot of a request that left."""
         slot = self._slots.pop(rid, None)
         if slot is not None:
+            self.store.leave(slot)  # the next one may have a prefix that is as long
             self._free.append(slot)
