@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftwise.config.synthetic import rates_of_length
 from draftwise.errors import ConfigError, RequestError
 from draftwise.names import ACCEPT, SHARED
 from draftwise.sampling.masks import pack
@@ -199,25 +200,19 @@ class TestTypical:
 
 class TestSynthetic:
     def test_rates(self) -> None:
-        assert SyntheticAcceptance.from_length(2.6, 3).rates == (1.0, 0.6, 0.0)
-        assert SyntheticAcceptance.from_length(4, 3).rates == (1.0, 1.0, 1.0)
-        assert SyntheticAcceptance.from_length(1, 2).rates == (0.0, 0.0)
-        assert SyntheticAcceptance.from_rates([0.5, 0.5], 2).rates == (0.5, 0.5)
-        for bad in (
-            lambda: SyntheticAcceptance.from_length(0.9, 3),
-            lambda: SyntheticAcceptance.from_length(4.1, 3),
-        ):
-            with pytest.raises(ConfigError, match="synthetic_acceptance_length"):
-                bad()
-        for rates in ([0.5, 0.6, 0.1], [1.2, 0.1, 0.0], [float("nan"), 0.0, 0.0], [0.5]):
+        assert rates_of_length(2.6, 3) == (1.0, 0.6, 0.0)
+        assert rates_of_length(4, 3) == (1.0, 1.0, 1.0)
+        assert rates_of_length(1, 2) == (0.0, 0.0)
+        assert SyntheticAcceptance((0.5, 0.5)).rates == (0.5, 0.5)
+        for rates in ((0.5, 0.6, 0.1), (1.2, 0.1, 0.0), (float("nan"), 0.0, 0.0)):
             with pytest.raises(ConfigError, match="synthetic_acceptance_rates"):
-                SyntheticAcceptance.from_rates(rates, 3)
+                SyntheticAcceptance(rates)
 
     def test_mean_length_and_own_tokens(self) -> None:
         n = 2000
         reqs = [request(chain((5, 6, 7), "t"), "synthetic", 4 * r, seed_=r, temperature=0) for r in range(n)]
         outs = verify_batch(
-            peaked(*([1, 2, 3, 4] * n)), reqs, synthetic=SyntheticAcceptance.from_length(2.6, 3)
+            peaked(*([1, 2, 3, 4] * n)), reqs, synthetic=SyntheticAcceptance(rates_of_length(2.6, 3))
         )
         lengths = [len(out.token_ids) for out in outs if isinstance(out, Verification)]
         assert set(lengths) == {2, 3}

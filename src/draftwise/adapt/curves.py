@@ -103,11 +103,6 @@ class TimeCurve:
         ] = {}  # what the measured points around say to the formula, as a factor
         self._known: tuple[Array, Array] | None = None  # keys [n, 3] and factors [n] of those points
 
-    @property
-    def known(self) -> bool:
-        """Whether anything was measured."""
-        return bool(self._cells)
-
     def count(self, keys: Iterable[Key]) -> int:
         """Measurements at points."""
         cells = map(self._cells.get, keys)

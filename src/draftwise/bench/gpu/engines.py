@@ -18,6 +18,7 @@ from draftwise.bench.gpu.models import llama_config, random_head, random_target
 from draftwise.bench.gpu.report import PartReport
 from draftwise.bench.gpu.setting import BLOCK, Setting
 from draftwise.bench.gpu.steps import DRAFTS
+from draftwise.config.synthetic import rates_of_length
 from draftwise.engine.core import EngineCore
 from draftwise.engine.gpu_memory import plan_gpu
 from draftwise.graphs.decoder import GraphedDecoder
@@ -77,7 +78,7 @@ class BenchEngine:
 
     def core(self, *, adaptive: bool = False, ahead: bool = False) -> EngineCore:
         """An engine over them, with an empty cache."""
-        rates = SyntheticAcceptance.from_length(_LENGTH, DRAFTS)
+        rates = SyntheticAcceptance(rates_of_length(_LENGTH, DRAFTS))
         executor: Executor = LocalExecutor(
             self.model,
             self.storage,

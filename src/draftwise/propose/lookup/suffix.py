@@ -305,11 +305,6 @@ class SuffixProposer(Proposer, ColumnDrafter, ColumnLookUp, RoundDrafter):
         """Tokens of them."""
         return self._global.num_tokens if self._global is not None else 0
 
-    @property
-    def num_cached_bytes(self) -> int:
-        """Memory of the global tree; 0 where it is not native."""
-        return self._global.num_bytes if isinstance(self._global, NativeSuffixTree) else 0
-
     def _enter(self, rid: int, token_ids_np: IntArray, num_prompt: int) -> _Request:
         """A request drafts for the first time, or again after a preemption."""
         self._together = None
