@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwise.config.trees import DynamicTree, parse_dynamic_tree, parse_tree
-from draftwise.errors import ConfigError, RequestError
+from draftwise.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,6 @@ def test_parse(spec: Any, parents: tuple[int, ...], ranks: tuple[int, ...]) -> N
 def test_what_is_no_tree(spec: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_tree(spec)
-    with pytest.raises(RequestError, match=message):
-        parse_tree(spec, error=RequestError)
 
 
 def test_the_widest_tree() -> None:
@@ -106,5 +104,3 @@ def test_parse_dynamic(value: Any, tree: DynamicTree | None) -> None:
 def test_wrong_dynamic(value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_dynamic_tree(value)
-    with pytest.raises(RequestError, match=message):
-        parse_dynamic_tree(value, error=RequestError)

@@ -333,9 +333,8 @@ class Scheduler:
         self.adapters.enter(request)
         request.status = RequestStatus.RUNNING
         request.num_computed = cached
-        request.num_cached = (
-            max(request.num_cached, cached) if request.num_preemptions == 0 else request.num_cached
-        )
+        if request.num_preemptions == 0:
+            request.num_cached = cached
         if request.scheduled_time is None:
             request.scheduled_time = self._clock()
         self._running.add(request)
