@@ -73,6 +73,7 @@ class LLM(OwnSteps, Absent):
 
         Raises RequestError for an invalid request (nothing was run), EngineDeadError if the engine was closed or
         fails. A request that fails while it runs is answered with ``finish_reason == "error"``.
+        What a handler of a signal raises (Ctrl-C, an alarm) ends the call between two steps; the engine stays usable.
         """
         many = all_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
