@@ -190,3 +190,17 @@ def test_what_look_ups_take_says_nothing_of_the_machine() -> None:
     assert model.target_time(16, 16, 1600) == pytest.approx(before, rel=0.05)
     learn(model, 16, 16, 9, factor=2.0)  # a machine that is slower does show
     assert model.target_time(16, 40, 1600) == pytest.approx(2 * target(16, 40, 1600), rel=0.1)
+
+
+def test_of_many_sizes_those_stay_that_are_in_use_or_were_taught() -> None:
+    model = PerformanceModel()
+    model.teach_target(64, 64, 6400, 0.004)
+    usual = StepShape(requests=1, rows=1, context=100)
+    for i in range(1000):
+        model.observe_target(usual, 0.002)
+        requests, rows, mean = 100 << i % 10, 1 + i % 7, 128 << i % 9  # 630 sizes
+        model.observe_target(
+            StepShape(requests=requests, rows=requests * rows, context=requests * mean), 0.005
+        )
+    assert model.times_measured(1, 1, 100) > 900
+    assert model.times_measured(64, 64, 6400) >= 3

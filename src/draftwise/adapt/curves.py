@@ -119,7 +119,9 @@ class TimeCurve:
             believed = self.predict(key, features)
         if cell is None:
             if len(self._cells) >= _MAX_CELLS:
-                del self._cells[next(iter(self._cells))]
+                # Not those that were taught: where steps stay on a device, nothing else says what plain ones take.
+                own = [k for k, c in self._cells.items() if c.last]
+                del self._cells[min(own or self._cells, key=lambda k: self._cells[k].last)]
             cell = self._cells[key] = Cell(features)
         elif self._measurements - cell.last > _STALE:
             # What was measured long ago, perhaps while a neighbour was busy, counts as two samples among the new ones.
