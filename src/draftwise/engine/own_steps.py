@@ -45,4 +45,6 @@ class OwnSteps:
         self._engine.adapters.after_fork_in_child()
         if not self._engine.core.after_fork_in_child():
             self._engine = None
-            self._gone = "its steps or ranks stayed in the process that this one was forked from; build one here"
+            self._gone = (
+                "its steps or ranks stayed in the process that this one was forked from; build one here"
+            )
