@@ -22,6 +22,7 @@ from draftwise.kernels.cpu.library import NativeLibrary
 from draftwise.kernels.cpu.pass_records import Results
 from draftwise.kernels.cpu.program import Program
 from draftwise.kernels.cpu.rounds import (
+    FeatureJoin,
     RoundDrafts,
     RoundElsewhere,
     RoundFeatures,
@@ -82,13 +83,23 @@ class _Room:
     program: Program
     results: Results
     rows: int
+    _sources: tuple[FeatureJoin, Tensor, Sequence[Tensor]] | None = None
 
-    def sources(self, layers: Sequence[int] | None) -> Sequence[Tensor] | None:
-        """Results that enter these layers; ``layers`` None: those behind the last norm."""
-        if layers is None:
-            return (self.results.hidden,)
-        known = self.program.layers
-        return [self.results.captured[known.index(layer)] for layer in layers]
+    def sources(self, features: RoundFeatures) -> Sequence[Tensor] | None:
+        """Results of which these features are made: always the same object for the same join and memory. None: they
+        cannot be made of them."""
+        join, values = features.join, features.values
+        known = self._sources
+        if known is not None and known[0] is join and known[1] is values:
+            return known[2]
+        found: Sequence[Tensor] = (self.results.hidden,)
+        if join.layers is not None:
+            layers = self.program.layers
+            found = [self.results.captured[layers.index(layer)] for layer in join.layers]
+        if not fits(join, found, values.shape[2], values.dtype):
+            return None
+        self._sources = join, values, found
+        return found
 
 
 class RoundSteps:
@@ -237,9 +248,8 @@ class RoundSteps:
             return (cuts,)
         drafter.drafts.tell(record)
         if drafter.features is not None:
-            sources = room.sources(drafter.features.join.layers)
-            values = drafter.features.values
-            if sources is None or not fits(drafter.features.join, sources, values.shape[2], values.dtype):
+            sources = room.sources(drafter.features)
+            if sources is None:
                 return None
             drafter.features.tell(record, sources)
         return (cuts, drafter.drafts)

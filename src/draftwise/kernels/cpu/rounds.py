@@ -332,23 +332,35 @@ class RoundFeatures:
     counts: array[int]
     blocks: Tensor | None
     first: int = 0
-    _sources: object = field(default=None, init=False)
+    _sources: Sequence[Tensor] | None = field(default=None, init=False)
+    _places: object = field(default=None, init=False)
+    _numbers: Sequence[tuple[str, int | None]] = field(default=(), init=False)
 
     def tell(self, record: RoundsRecord, sources: Sequence[Tensor]) -> None:
         """Write it down. ``sources`` [n, H] each: results of the target's pass, in the order of the join's layers."""
-        kept = self._sources = (_PTR * len(sources))(*[source.data_ptr() for source in sources])
-        first, size = sources[0], self.values.element_size()
-        record.sources, record.num_sources = ctypes.addressof(kept), len(sources)
-        record.source_bytes = first.shape[1] * first.element_size()
-        weight = self.join.weight
-        record.join, record.join_width = (None, 0) if weight is None else (weight.pointer, first.shape[1])
-        record.features, record.feature_bytes = self.values.data_ptr(), self.values.shape[2] * size
-        record.feature_room, record.first_half = self.values.shape[1], self.first
-        record.counts = self.counts.buffer_info()[0]
-        if self.blocks is None:
-            return
-        record.kept, record.num_kept = self.blocks.data_ptr(), self.blocks.shape[0]
-        record.kept_bytes = self.blocks.stride(0) * size
+        if sources is not self._sources:
+            self._sources, self._numbers = sources, self._numbers_of(sources)
+        for name, number in self._numbers:
+            setattr(record, name, number)
+        record.first_half, record.counts = self.first, self.counts.buffer_info()[0]
+
+    def _numbers_of(self, sources: Sequence[Tensor]) -> Sequence[tuple[str, int | None]]:
+        """What stays the same as long as these are the sources."""
+        places = self._places = (_PTR * len(sources))(*[source.data_ptr() for source in sources])
+        first, size, weight, blocks = sources[0], self.values.element_size(), self.join.weight, self.blocks
+        return (
+            ("sources", ctypes.addressof(places)),
+            ("num_sources", len(sources)),
+            ("source_bytes", first.shape[1] * first.element_size()),
+            ("join", None if weight is None else weight.pointer),
+            ("join_width", 0 if weight is None else first.shape[1]),
+            ("features", self.values.data_ptr()),
+            ("feature_bytes", self.values.shape[2] * size),
+            ("feature_room", self.values.shape[1]),
+            ("kept", None if blocks is None else blocks.data_ptr()),
+            ("kept_bytes", 0 if blocks is None else blocks.stride(0) * size),
+            ("num_kept", 0 if blocks is None else blocks.shape[0]),
+        )
 
 
 def fits(join: FeatureJoin, sources: Sequence[Tensor], width: int, dtype: torch.dtype) -> bool:

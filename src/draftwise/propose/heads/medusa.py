@@ -91,6 +91,7 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower, RoundDr
         self._logits = torch.empty(0)  # [heads, R, Vd] float32, of the rows of the present call
         self._room: torch.Tensor | None = None  # [2, n, H] hidden states of rounds
         self._halves: Sequence[torch.Tensor] = ()  # of it
+        self._features: RoundFeatures | None = None  # as rounds were told of them last
         self._rounds: tuple[list[int], array[int]] | None = None  # whose they are, and rows of each
         self._columns: list[int] = []  # of the trees of the present call: index of each in the rows
 
@@ -291,7 +292,10 @@ class MedusaProposer(Proposer, TreeModel, ColumnDrafter, ColumnFollower, RoundDr
             target_ids=heads.target_ids,
             tree=tree,
         )
-        return drafts, RoundFeatures(FeatureJoin(), self._room, counts, None)
+        if self._features is None or self._features.values is not self._room:
+            self._features = RoundFeatures(FeatureJoin(), self._room, counts, None)
+        self._features.counts = counts
+        return drafts, self._features
 
     def after_rounds(self, answer: RoundAnswer) -> None:
         assert self._rounds is not None, "rounds were asked for"

@@ -92,6 +92,7 @@ class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
         self._join = head.feature_join()
         self._room: torch.Tensor | None = None  # [2, n, F] features of rounds
         self._halves: Sequence[torch.Tensor] = ()  # of it
+        self._features: RoundFeatures | None = None  # as rounds were told of them last
         self._first, self._half = 0, 1  # halves of it: where the latest rounds began, and where they ended
         self._together: tuple[list[int], list[int]] | None = None
         """The requests of the latest call, if the head did all of it at once, and the stored leading tokens of
@@ -203,7 +204,10 @@ class HeadProposer(HeadFollower, ColumnDrafter, RoundDrafter):
             self._room = torch.empty((2, rows, self._head.feature_size), dtype=self._head.dtype)
             self._halves = self._room.unbind()
         self._first = 1 - self._half
-        features = RoundFeatures(join, self._room, steady.counts, self._passes.source.blocks, self._first)
+        features, blocks = self._features, self._passes.source.blocks
+        if features is None or features.values is not self._room or features.blocks is not blocks:
+            features = self._features = RoundFeatures(join, self._room, steady.counts, blocks)
+        features.counts, features.first = steady.counts, self._first
         kind = kind_of_columns(columns, self._sample_method)
         self._books.ask(columns.places, columns.asked, kind, steady.features_in(self._halves[0]), tree)
         found = self._head.round_passes(self._books, self._passes.kv, rows)
