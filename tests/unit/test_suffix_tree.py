@@ -155,7 +155,7 @@ class Pair:
 def random_stream(seed: int) -> int:
     """Random operations on a pair; how many drafts were not empty."""
     rng = random.Random(seed)
-    depth, vocab = rng.randint(1, 9), rng.randint(1, 5)
+    depth, vocab = rng.randint(1, 9), rng.choice([1, 2, 3, 4, 5, 12])  # 12: more children than short lists have
     pair = Pair(depth)
     drafts = 0
     for _ in range(rng.randint(1, 60)):
@@ -167,7 +167,7 @@ def random_stream(seed: int) -> int:
             known = pair.live[i][2]
             tokens = [rng.randrange(vocab) for _ in range(rng.randint(0, 20))]
             if known and rng.random() < 0.3:
-                tokens = known[: rng.randint(1, 40)]  # long repeats: labels that cross blocks of 16 tokens
+                tokens = known[: rng.randint(1, 40)]  # long repeats: labels that cross blocks of 13 tokens
             pair.append(i, tokens)
         elif kind < 0.82:
             pair.native.close(rng.choice(pair.live)[0])
