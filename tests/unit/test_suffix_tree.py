@@ -155,7 +155,10 @@ class Pair:
 def random_stream(seed: int) -> int:
     """Random operations on a pair; how many drafts were not empty."""
     rng = random.Random(seed)
-    depth, vocab = rng.randint(1, 9), rng.choice([1, 2, 3, 4, 5, 12])  # 12: more children than short lists have
+    depth, vocab = (
+        rng.randint(1, 9),
+        rng.choice([1, 2, 3, 4, 5, 12]),
+    )  # 12: more children than short lists have
     pair = Pair(depth)
     drafts = 0
     for _ in range(rng.randint(1, 60)):
