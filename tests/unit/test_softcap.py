@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.architectures import save, small
 from tests.fakes.tiny import save_llama
 from tests.native import native_or_skip
 
@@ -16,6 +17,7 @@ from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
+from draftwise.models import lending
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_config, load_model
 
@@ -56,3 +58,15 @@ def test_bad_values_and_caps_on_logits_are_refused(tmp_path: Path) -> None:
             load_config(folder)
     with pytest.raises(ModelLoadError, match="final_logit_softcapping"):
         load_config(with_setting(tmp_path / "final", final_logit_softcapping=30.0))
+
+
+def test_whole_tables_lend_the_cap_behind_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a target that ranks share, to a head on one of them."""
+    save(small("gemma2"), tmp_path)
+    ops = TorchOps(torch.float32, CPU)
+    monkeypatch.setattr(lending, "default_ops", lambda *_, **__: ops)
+    model = load_model(tmp_path, dtype=torch.float32, device=CPU, ops=ops)
+    own = model.shared_weights()
+    lent = lending.WholeTables(model, tmp_path, None, None).shared_weights()
+    assert lent.tail == own.tail != ()
+    assert torch.equal(lent.embedding, own.embedding)

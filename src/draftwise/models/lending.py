@@ -58,4 +58,5 @@ class WholeTables(WrappedDecoder):
         with torch.no_grad():
             plan.fill_with(lambda targets: copy_tensors(entries, targets))
             packed = ops.pack_tied_head(table) if head is None else ops.pack_head(head)
-        return SharedWeights(table, packed, ops)
+        cap = self.config.logit_softcap
+        return SharedWeights(table, packed, ops, () if cap is None else (("softcap", cap),))
