@@ -237,10 +237,15 @@ def _bits_torch(rows: Sequence[int], counters: torch.Tensor) -> torch.Tensor:
 
 def _hashed(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """int64 wraps around like uint64; its right shift copies the sign, so the shifted-in bits are masked off."""
-    return (_finalised(keys[:, None] + counters) >> 24) & ((1 << 40) - 1)
+    return (_finalised(keys[:, None] + counters) >> 24).bitwise_and_((1 << 40) - 1)
 
 
 def _finalised(z: torch.Tensor) -> torch.Tensor:
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(_MUL1)
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(_MUL2)
-    return z ^ ((z >> 31) & ((1 << 33) - 1))
+    z = _folded(z, 30).mul_(_signed(_MUL1))
+    z = _folded(z, 27).mul_(_signed(_MUL2))
+    return _folded(z, 31)
+
+
+def _folded(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """``z`` exclusive-or its own upper bits, in one new tensor."""
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1).bitwise_xor_(z)
