@@ -89,6 +89,16 @@ def test_without_onednn_plain_products_serve(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(ops.linear(x, packed), x @ weight.T)
 
 
+@pytest.mark.skipif(not onednn._works(torch.float32), reason="no oneDNN here")
+def test_small_layers_are_not_packed() -> None:
+    """A call of oneDNN takes longer than the whole product."""
+    ops = TorchOps(torch.float32, CPU)
+    for size, packed in (((256, 256), False), ((257, 256), True)):
+        layer = ops.pack_linear(random(ops, *size))
+        assert isinstance(layer, TorchLinear)
+        assert (layer.packed is not None) is packed and (layer.weight_t is not None) is not packed
+
+
 def test_embedding_and_copy(ops: TorchOps) -> None:
     table, ids = random(ops, 10, 6), torch.tensor([3, 0, 9, 3])
     assert torch.equal(both(ops, lambda out: ops.embedding(ids, table, out), 4, 6), table[ids])
