@@ -11,8 +11,9 @@ replayed, or the same one again. Pieces of one function find what its earlier pi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
@@ -28,16 +29,18 @@ _READS = {"aten::_local_scalar_dense", "aten::lift_fresh", "aten::nonzero", "ate
 _UNFILLED = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _tensors(tree: Any) -> list[Tensor]:
     """Those of an operation's arguments or results. By hand: torch's own way through trees took a third of the time of
     the tests."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for part in tree:
-            yield from _tensors(part)
-    elif isinstance(tree, dict):
-        yield from _tensors(tuple(tree.values()))
+        return [tree]
+    found: list[Tensor] = []
+    for part in tree if isinstance(tree, (tuple, list)) else ():
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (tuple, list)):
+            found += _tensors(part)
+    return found
 
 
 def _memory(x: Tensor) -> int:
@@ -54,13 +57,53 @@ class _Operation(NamedTuple):
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: list[Tensor | None]
+    made: Sequence[Tensor | None]
+
+    @property
+    def does_something(self) -> bool:
+        """A view is there once and for all; memory that is not filled is the capture's, with whatever stands there."""
+        name, changes = _facts(self.func)
+        return name not in _UNFILLED and (changes or not self.made or any(x is not None for x in self.made))
+
+    def in_place(self) -> _Operation:
+        """The same, but written where the results of the capture are, if torch has a form of it that does so."""
+        form = _form_with_outputs(self.func)
+        if form is None or any(x is None for x in self.made):
+            return self
+        func, names = form
+        return _Operation(func, self.args, self.kwargs | dict(zip(names, self.made, strict=True)), ())
+
+
+@cache
+def _facts(func: Any) -> tuple[str, bool]:
+    """An operation's name, and whether it changes what it gets. Asking torch each time takes as long as the work."""
+    return func._schema.name, func._schema.is_mutable
+
+
+@cache
+def _form_with_outputs(func: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """Of an operation that changes nothing: the same one that writes into tensors which it gets under these names.
+    With a kernel of its own: others would make a result and copy it."""
+    if func._schema.is_mutable:
+        return None
+    arguments = [(x.name, str(x.type)) for x in func._schema.arguments]
+    for name in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, name)
+        outputs = tuple(x.name for x in other._schema.arguments if x.is_out)
+        same = [(x.name, str(x.type)) for x in other._schema.arguments if not x.is_out] == arguments
+        if same and outputs and torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), "CPU"):
+            return other, outputs
+    return None
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.pieces: list[list[_Operation]] = [[]]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and the guard took a tenth of a capture
 
     def cut(self) -> None:
         self.pieces.append([])
@@ -69,10 +112,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.name in _READS:
-            raise RuntimeError(f"{func._schema.name} in a captured function waits for the device")
+        name, _ = _facts(func)
+        if name in _READS:
+            raise RuntimeError(f"{name} in a captured function waits for the device")
         result = func(*args, **kwargs)
-        inputs = {_memory(x) for x in _tensors((args, kwargs))}
+        inputs = {_memory(x) for x in (*_tensors(args), *_tensors(tuple(kwargs.values())))}
         made = [x if x.numel() and _memory(x) not in inputs else None for x in _tensors(result)]
         self.pieces[-1].append(_Operation(func, args, kwargs, made))
         return result
@@ -84,7 +128,7 @@ class FakeGraph:
 
     def __init__(self, pieces: list[list[_Operation]], pool: list[weakref.ref[FakeGraph]]) -> None:
         assert all(pieces), "an empty piece"
-        self._pieces = pieces
+        self._pieces = [[x.in_place() for x in piece if x.does_something] for piece in pieces]
         self._pool = pool
         self._made = [x for piece in pieces for operation in piece for x in operation.made if x is not None]
         self.spoil()
@@ -112,10 +156,10 @@ class FakeGraph:
 
     def _again(self, piece: list[_Operation]) -> None:
         for func, args, kwargs, made in piece:
-            if func._schema.name in _UNFILLED:
-                continue  # it is the capture's memory, with whatever stands there
-            again = _tensors(func(*args, **kwargs))
-            for old, new in zip(made, again, strict=True):
+            result = func(*args, **kwargs)
+            if not made:
+                continue
+            for old, new in zip(made, _tensors(result), strict=True):
                 if old is not None:
                     old.copy_(new)
 

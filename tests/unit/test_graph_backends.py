@@ -178,6 +178,44 @@ def test_the_fake_tells_a_result_that_is_put_elsewhere() -> None:
             buffer.zero_()
 
 
+def test_replays_of_the_pretended_device_renew_all_that_a_capture_made() -> None:
+    """Through forms of an operation that write into given memory, with several results, with those that are there in
+    part, and where results are views: each as if the function ran again, in the memory of the capture."""
+    given = torch.arange(6.0).view(2, 3)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        largest, at = given.topk(2, dim=1)
+        turned = given.t()  # a view of what was there: never made again
+        parts = (turned + 1).chunk(2)  # views of what was made
+        changed = torch.zeros(3, 2)
+        changed += turned.clone()
+        wide, nothing = given.double().square(), given[:0] * 2
+        joined = torch.cat((largest, given.softmax(-1)), dim=1)
+        return (
+            largest,
+            at,
+            turned,
+            *parts,
+            changed,
+            wide,
+            nothing,
+            joined,
+            given.sum(1),
+            given.to(torch.int32),
+        )
+
+    with torch.inference_mode():
+        graph, results = FakeGraphs().capture(run)
+        places = [x.data_ptr() for x in results]
+        assert results[0].isnan().all() and results[-1].eq(torch.iinfo(torch.int32).max).all(), "not run yet"
+        for step in range(3):
+            given.copy_(torch.randn(2, 3, generator=torch.Generator().manual_seed(step)) * 5)
+            graph.replay()
+            for found, wanted in zip(results, run(), strict=True):
+                assert torch.equal(found, wanted)
+        assert [x.data_ptr() for x in results] == places
+
+
 def _twice(x: torch.Tensor, cut: Any) -> torch.Tensor:
     doubled = x * 2
     cut()
