@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -43,12 +43,23 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 class Pair:
-    """An engine that waits, and one that decodes in seats."""
+    """An engine that waits, and one that decodes in seats; each is made when it is needed first."""
 
-    def __init__(self, waiting: LLM, ahead: LLM) -> None:
-        self.waiting = waiting
-        self.ahead = ahead
-        self._ordinary = count_ordinary(ahead)
+    def __init__(self, make: Callable[..., LLM]) -> None:
+        """``make``: of an engine, with options besides."""
+        self._make = make
+
+    @cached_property
+    def waiting(self) -> LLM:
+        return self._make()
+
+    @cached_property
+    def ahead(self) -> LLM:
+        return self._make(async_scheduling=True)
+
+    @cached_property
+    def _ordinary(self) -> list[int]:
+        return count_ordinary(self.ahead)
 
     def generate(
         self, prompts: Sequence[Any], params: list[SamplingParams]
@@ -66,8 +77,12 @@ class Pair:
         return wanted, found
 
     def close(self) -> None:
-        self.waiting.close()
-        self.ahead.close()
+        for name in ("waiting", "ahead"):
+            if name in self.__dict__:
+                self.__dict__.pop(name).close()
+
+
+_KEPT = 8
 
 
 class Engines:
@@ -94,19 +109,23 @@ class Engines:
 
     @cached_property
     def waiting(self) -> LLM:
-        return self.make()
+        return LLM(self.target, **self.options())
 
     @cached_property
     def ahead(self) -> LLM:
-        return self.make(async_scheduling=True)
+        return LLM(self.target, **self.options(async_scheduling=True))
 
     def make(self, **options: Any) -> LLM:
-        return LLM(self.target, **self.options(**options))
+        """Another one, with passes and loops for two numbers of requests; `waiting` and `ahead` have all. A start, with
+        all that is captured, takes longer than to generate."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("draftwise.graphs.sizes.request_counts", lambda most: (2, most))
+            return LLM(self.target, **self.options(**options))
 
     def pair(self, entry: dict[str, Any]) -> Pair:
         """Of one drafter, with room for all prompts, and no prefixes that are shared: a drafter that did not see one
-        drafts something else, which is accepted as often as not. The last two are kept: a start, with all that is
-        captured, takes longer than to generate."""
+        drafts something else, which is accepted as often as not. The last ones are kept: other tests come back to them.
+        """
         options: dict[str, Any] = {
             "enable_prefix_caching": False,
             "max_num_seqs": 8,
@@ -117,9 +136,9 @@ class Engines:
         }
         name = repr(entry)
         if name not in self.pairs:
-            if len(self.pairs) == 2:
+            if len(self.pairs) == _KEPT:
                 self.pairs.pop(next(iter(self.pairs))).close()
-            self.pairs[name] = Pair(self.make(**options), self.make(async_scheduling=True, **options))
+            self.pairs[name] = Pair(partial(self.make, **options))
         return self.pairs[name]
 
     def close_pairs(self) -> None:
@@ -458,21 +477,26 @@ def test_who_is_steered_stays_on_the_device(engines: Engines, method: str, shape
     assert sum(o.metrics.speculation.num_accepted_tokens for o in found) > 20
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
-def test_who_is_steered_to_what_a_head_does_not_know_loses_drafts_alone(engines: Engines, rule: str) -> None:
+@pytest.mark.parametrize(("shape", "allowed"), [("chain", [VOCAB - 1]), ("static", [1, VOCAB - 1])])
+def test_who_is_steered_to_what_a_head_does_not_know_loses_drafts_alone(
+    engines: Engines, shape: str, allowed: list[int]
+) -> None:
     """One allowed token, or a tree that wants more tokens than are allowed: the same text. Children that would be drawn
     without replacement are drafted in ordinary steps."""
-    for shape, allowed in (("chain", [VOCAB - 1]), ("static", [1, VOCAB - 1])):
-        entry = _entry(engines, "eagle3")
-        entry = {name: value for name, value in entry.items() if name != "num_speculative_tokens"} | SHAPES[
-            shape
-        ]
-        params = [one.replace(allowed_token_ids=allowed) for one in params_of(rule, "eagle3", max_tokens=20)]
-        options: dict[str, Any] = {"speculative_config": entry, "enable_prefix_caching": False}
-        with engines.make(**options) as waiting, engines.make(async_scheduling=True, **options) as llm:
+    entry = {k: v for k, v in _entry(engines, "eagle3").items() if k != "num_speculative_tokens"}
+    options: dict[str, Any] = {
+        "speculative_config": entry | SHAPES[shape],
+        "enable_prefix_caching": False,
+    }
+    with engines.make(**options) as waiting, engines.make(async_scheduling=True, **options) as llm:
+        for rule in ("greedy", "coupled", "rejection"):
+            params = params_of(rule, "eagle3", max_tokens=20)
+            params = [one.replace(allowed_token_ids=allowed) for one in params]
             wanted = token_ids(waiting.generate(engines.prompts, params))
-            assert token_ids(llm.generate(engines.prompts, params)) == wanted
-            assert bool(seats(llm).num_entered) == (shape == "chain" or rule != "rejection")
+            before = seats(llm).num_entered
+            assert token_ids(llm.generate(engines.prompts, params)) == wanted, rule
+            entered = seats(llm).num_entered - before
+            assert bool(entered) == (shape == "chain" or rule != "rejection"), rule
             assert not llm.stats().drafter_failures
 
 
@@ -526,7 +550,8 @@ def test_whoever_drafts_when_it_pays_has_a_seat_all_the_same(engines: Engines) -
         for i, method in enumerate(methods)
     ]
     wanted = token_ids(engines.waiting.generate(engines.prompts, params))
-    with engines.make(async_scheduling=True, speculation_control="adaptive") as llm:
+    used = [entry for entry in engines.chosen if entry["method"] in methods]
+    with engines.make(async_scheduling=True, speculation_control="adaptive", speculative_config=used) as llm:
         for _ in range(3):
             assert token_ids(llm.generate(engines.prompts, params)) == wanted
         control = llm.stats().control
@@ -582,6 +607,7 @@ def test_requests_of_all_kinds_decode_beside_each_other(engines: Engines) -> Non
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
+        "speculative_config": [entry for entry in engines.chosen if entry["method"] in beside],
     }
     with engines.make(**options) as waiting:
         wanted = waiting.generate(engines.prompts, params)
@@ -653,11 +679,11 @@ CHAINS = [("engines", method) for method in ("draft_model", "eagle3", "ngram", "
 
 @pytest.mark.parametrize(("family", "method"), [*CHAINS, ("forests", "draft_model"), ("forests", "eagle3")])
 def test_requests_come_and_go_among_all_that_happens(
-    request: pytest.FixtureRequest, family: str, method: str
+    request: pytest.FixtureRequest, engines: Engines, family: str, method: str
 ) -> None:
     """A tight cache with preemptions, prompts in chunks, requests of other methods and kinds in between, stop tokens,
     one request that ends after the other; and a device that runs a step as late as can be."""
-    engines: Engines = request.getfixturevalue(family)
+    drafting: Engines = request.getfixturevalue(family)
     others = [{"method": method}] * 8
     others[4] = {"method": "none"}
     others[6] = {"method": "mtp"}
@@ -673,15 +699,16 @@ def test_requests_come_and_go_among_all_that_happens(
         )
         for i, speculation in enumerate(others)
     ]
+    # the text, which is plain decoding's, of the same target with drafters of chains
     wanted = token_ids(engines.waiting.generate(engines.prompts, params))
-    used = [entry for entry in engines.chosen if entry["method"] in (method, "mtp")]
+    used = [entry for entry in drafting.chosen if entry["method"] in (method, "mtp")]
     tight: dict[str, Any] = {
         "num_kv_blocks": 18,
         "max_num_batched_tokens": 24,
         "speculative_config": used,
     }
     for late in (False, True) if method == "draft_model" else (True,):
-        with engines.make(async_scheduling=True, **tight) as llm:
+        with drafting.make(async_scheduling=True, **tight) as llm:
             core = llm._engine.core  # type: ignore[union-attr]
             found = seats(llm)
             if late:
@@ -727,7 +754,9 @@ def test_cancelling_in_the_middle_disturbs_nobody(engines: Engines) -> None:
     wanted = token_ids(
         engines.waiting.generate(engines.prompts, [p.replace(output_kind="cumulative") for p in params])
     )
-    options = engines.options(async_scheduling=True, num_kv_blocks=40)
+    options = engines.options(
+        async_scheduling=True, num_kv_blocks=40, speculative_config=_entry(engines, "eagle3")
+    )
 
     async def one(llm: AsyncLLM, i: int) -> tuple[int, ...]:
         got: list[int] = []
@@ -770,8 +799,7 @@ def test_who_leaves_a_seat_goes_on_as_it_stood(
     params = params_of("rejection", entry["method"], max_tokens=20)
     # a head that did not see a shared prefix drafts something else, which changes what is drawn
     options = engines.options(enable_prefix_caching=False, speculative_config=entry, async_scheduling=True)
-    with engines.make(enable_prefix_caching=False, speculative_config=entry) as waiting:
-        wanted = token_ids(waiting.generate(engines.prompts, params))
+    wanted = token_ids(engines.pair(entry).waiting.generate(engines.prompts, params))
     found: list[Seats] = []
 
     async def one(llm: AsyncLLM, i: int) -> tuple[int, ...]:
@@ -858,24 +886,31 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
+class BesideMtp(NamedTuple):
+    """A method, and an engine of it and of MTP; what it is asked, and the text of the engine that waits."""
+
+    method: str
+    llm: LLM
+    prompts: list[dict[str, list[int]]]
+    params: list[SamplingParams]
+    wanted: list[tuple[int, ...]]
+
+
 @pytest.fixture(scope="module", params=["draft_model", "eagle3"])
-def beside_mtp(request: pytest.FixtureRequest, engines: Engines) -> Iterator[tuple[str, LLM]]:
-    """A method, and an engine of it and of MTP."""
-    used = [_entry(engines, request.param), _entry(engines, "mtp")]
-    with engines.make(async_scheduling=True, speculative_config=used, max_num_seqs=3) as llm:
-        yield request.param, llm
-
-
-@pytest.mark.parametrize("hook", WRONG)
-def test_a_drafter_that_fails_costs_speculation_only(
-    engines: Engines, beside_mtp: tuple[str, LLM], hook: str
-) -> None:
-    """The last request has another drafter, and goes on with it."""
-    method, llm = beside_mtp
-    prompts = engines.prompts[:4]
+def beside_mtp(request: pytest.FixtureRequest, engines: Engines) -> Iterator[BesideMtp]:
+    method, prompts = request.param, engines.prompts[:4]
     params = [params_of("coupled", method, max_tokens=8 + 2 * i)[i] for i in range(3)]
     params.append(params_of("coupled", "mtp", max_tokens=6)[3])
     wanted = token_ids(engines.waiting.generate(prompts, params))
+    used = [_entry(engines, method), _entry(engines, "mtp")]
+    with engines.make(async_scheduling=True, speculative_config=used, max_num_seqs=3) as llm:
+        yield BesideMtp(method, llm, prompts, params, wanted)
+
+
+@pytest.mark.parametrize("hook", WRONG)
+def test_a_drafter_that_fails_costs_speculation_only(beside_mtp: BesideMtp, hook: str) -> None:
+    """The last request has another drafter, and goes on with it."""
+    method, llm, prompts, params, wanted = beside_mtp
     drafter = seats(llm)._seating.drafters[method]._drafter
     for number, wrong in enumerate(WRONG[hook]):
         before = Counter(llm.stats().drafter_failures)
@@ -907,20 +942,20 @@ def test_a_drafter_that_cannot_say_whether_it_takes_part_does_not(
         assert llm.stats().drafter_failures == {"draft_model.seated": 1}
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_look_ups_that_nobody_configured_take_the_passes_there_are(engines: Engines, method: str) -> None:
+def test_look_ups_that_nobody_configured_take_the_passes_there_are(engines: Engines) -> None:
     """A request may name them in any engine; passes of their own, 6 and 17 rows wide, are not captured."""
     head = next(s for s in engines.chosen if s["method"] == "mtp")
     assert head["num_speculative_tokens"] < 5
     options: dict[str, Any] = {"speculative_config": [head], "enable_prefix_caching": False}
-    params = params_of("greedy", method, max_tokens=24)
-    with engines.make(**options) as waiting:
-        wanted = token_ids(waiting.generate(engines.prompts, params))
-    with engines.make(async_scheduling=True, **options) as llm:
+    with engines.make(**options) as waiting, engines.make(async_scheduling=True, **options) as llm:
         ordinary = count_ordinary(llm)
-        found = llm.generate(engines.prompts, params)
-        assert token_ids(found) == wanted
-        assert seats(llm).num_entered >= len(params) and not any(ordinary)
-        told = [o.metrics.speculation for o in found]
-        assert sum(one.num_accepted_tokens for one in told if one is not None) > 0
-        llm.check_integrity()
+        for method in ("ngram", "suffix"):
+            params = params_of("greedy", method, max_tokens=24)
+            wanted = token_ids(waiting.generate(engines.prompts, params))
+            before = seats(llm).num_entered
+            found = llm.generate(engines.prompts, params)
+            assert token_ids(found) == wanted, method
+            assert seats(llm).num_entered - before >= len(params) and not any(ordinary), method
+            told = [o.metrics.speculation for o in found]
+            assert sum(one.num_accepted_tokens for one in told if one is not None) > 0, method
+            llm.check_integrity()
