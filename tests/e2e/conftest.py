@@ -26,6 +26,35 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+PlainText = Callable[[list[dict[str, Any]], Any], list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="session")
+def plain_text(tiny: TinyModels) -> PlainText:
+    """``plain_text(prompts, params)``: what a new engine of the tiny target without a drafter says. Tests with the same
+    prompts and parameters compare with the same answer, which is computed once."""
+    known: dict[str, list[tuple[int, ...]]] = {}
+
+    def say(prompts: list[dict[str, Any]], params: Any) -> list[tuple[int, ...]]:
+        key = repr((prompts, params))
+        if key not in known:
+            with LLM(tiny.target, **_OPTIONS) as llm:
+                known[key] = token_ids(llm.generate(prompts, params))
+        return known[key]
+
+    return say
+
+
+_OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "skip_tokenizer_init": True,
+    "block_size": 4,
+    "speculation_control": "static",  # draft what is asked for, however busy the machine is
+    "num_kv_blocks": 512,
+}
+
+
 @pytest.fixture
 def make_llm(tiny: TinyModels) -> Iterator[Callable[..., LLM]]:
     """``make(**options)``: an engine over the tiny target in float32, without tokenizer; its books are checked and it
@@ -33,14 +62,7 @@ def make_llm(tiny: TinyModels) -> Iterator[Callable[..., LLM]]:
     made: list[LLM] = []
 
     def make(**options: Any) -> LLM:
-        base: dict[str, Any] = {
-            "dtype": "float32",
-            "device": "cpu",
-            "skip_tokenizer_init": True,
-            "block_size": 4,
-            "speculation_control": "static",  # draft what is asked for, however busy the machine is
-            "num_kv_blocks": 512,
-        }
+        base = dict(_OPTIONS)
         if "num_kv_blocks" in options or "kv_cache_memory" in options:
             base.pop("num_kv_blocks")
         llm = LLM(options.pop("model", tiny.target), **(base | options))

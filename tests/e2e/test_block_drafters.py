@@ -11,7 +11,7 @@ import torch
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError, ModelLoadError
-from tests.e2e.conftest import random_prompts, token_ids
+from tests.e2e.conftest import PlainText, random_prompts, token_ids
 from tests.e2e.test_heads import OPTIONS, Target
 from tests.fakes.block import BlockShape, ReferenceBlock, random_weights, save_block
 from tests.fakes.tiny import VOCAB, TinyModels
@@ -104,6 +104,7 @@ def check_drafts(target: Target, drafter: ReferenceBlock, prompt: list[int], out
 @pytest.mark.parametrize("options", OPTIONS)
 def test_drafts_are_those_over_the_whole_text(
     make_llm: Callable[..., LLM],
+    plain_text: PlainText,
     target: Target,
     drafters: dict[str, tuple[str, ReferenceBlock]],
     form: str,
@@ -114,7 +115,7 @@ def test_drafts_are_those_over_the_whole_text(
     folder, reference = drafters[form]
     prompts = random_prompts(7, seed=51)
     prompts += [dict(prompts[0]), {"prompt_token_ids": prompts[1]["prompt_token_ids"][:-3]}]
-    plain = token_ids(make_llm().generate(prompts, greedy(24)))
+    plain = plain_text(prompts, greedy(24))
     llm = engine(make_llm, folder, **OPTIONS[options])
     for _ in range(2):  # the second time on cached prefixes
         outputs = llm.generate(prompts, greedy(24))
@@ -149,14 +150,18 @@ def test_features_are_what_it_drafts_from(
     "form", ["z-lab", "dspark", "dspark, rnn", "speculators, dspark", "dflash2", "domino"]
 )
 def test_nodes_of_a_tree_are_the_blocks_best(
-    make_llm: Callable[..., LLM], target: Target, drafters: dict[str, tuple[str, ReferenceBlock]], form: str
+    make_llm: Callable[..., LLM],
+    plain_text: PlainText,
+    target: Target,
+    drafters: dict[str, tuple[str, ReferenceBlock]],
+    form: str,
 ) -> None:
     """A static tree: rank r below a path is the r-th best token of that place, given the path."""
     paths = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]
     folder, reference = drafters[form]
     llm = engine(make_llm, folder, spec={"speculative_token_tree": paths})
     prompts = random_prompts(4, seed=8)
-    plain = token_ids(make_llm().generate(prompts, greedy(20)))
+    plain = plain_text(prompts, greedy(20))
     outputs = llm.generate(prompts, greedy(20))
     assert token_ids(outputs) == plain
     checked = 0
@@ -175,10 +180,10 @@ def test_nodes_of_a_tree_are_the_blocks_best(
                     ranks[above] = ranks.get(above, 0) + 1
                     on_path.append(path)
                     found[path] = token
+                hidden = reference.places(tokens[:end], features[: end - 1], max(map(len, paths)))
                 for path, token in found.items():
                     drafts = [found[path[: i + 1]] for i in range(len(path) - 1)]
-                    depth = max(map(len, paths))
-                    logits = reference.logits(tokens[:end], features[: end - 1], drafts, depth)
+                    logits = reference.logits_of(hidden, tokens[:end], drafts)
                     best = reference.target_ids[logits.topk(path[-1] + 1).indices[path[-1]]]
                     assert token == int(best), f"node {path} behind {end} tokens"
                 checked += 1

@@ -12,7 +12,7 @@ import torch
 
 from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError, ModelLoadError, RequestError
-from tests.e2e.conftest import random_prompts, token_ids
+from tests.e2e.conftest import PlainText, random_prompts, token_ids
 from tests.fakes.medusa import expected_logits, random_heads, save_medusa, vllm_names
 from tests.fakes.tiny import VOCAB, TinyModels
 
@@ -71,7 +71,12 @@ def fitted_folder(tmp_path_factory: pytest.TempPathFactory, tiny: TinyModels) ->
     ids=["batch 8", "batch 1", "preemption", "chunks"],
 )
 def test_output_equals_plain_decoding(
-    make_llm: Callable[..., LLM], fitted_folder: str, shape: str, seeded: bool, options: dict[str, Any]
+    make_llm: Callable[..., LLM],
+    plain_text: PlainText,
+    fitted_folder: str,
+    shape: str,
+    seeded: bool,
+    options: dict[str, Any],
 ) -> None:
     prompts = random_prompts(8, seed=41)
     prompts += [dict(p) for p in prompts[:3]]  # prefix hits
@@ -86,7 +91,7 @@ def test_output_equals_plain_decoding(
         )
         for i in range(len(prompts))
     ]
-    plain = token_ids(make_llm().generate(prompts, params))
+    plain = plain_text(prompts, params)
     llm = engine(make_llm, speculative_config={"model": fitted_folder}, **options)
     asked = {"method": "medusa", **SHAPES[shape]}
     for _ in range(2):  # the second time on cached prefixes

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwise import LLM, RequestOutput, SamplingParams
 from draftwise.errors import ConfigError, ModelLoadError
-from tests.e2e.conftest import random_prompts, token_ids
+from tests.e2e.conftest import PlainText, random_prompts, token_ids
 from tests.fakes.mtp import MtpShape, ReferenceMtp, add_to_target, random_layers, save_mtp
 from tests.fakes.tiny import VOCAB, TinyModels
 
@@ -44,6 +44,20 @@ def engine(make_llm: Callable[..., LLM], head: str | None, **options: Any) -> LL
     return make_llm(speculative_config=spec, speculation_control="static", keep_trace=True, **options)
 
 
+class Remembering(ReferenceMtp):
+    """What it drafts behind a text is the same in every test."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def draft(self, tokens: Sequence[int], hidden: Tensor, count: int) -> list[int]:
+        key = tuple(tokens), count
+        if key not in self._known:
+            self._known[key] = super().draft(tokens, hidden, count)
+        return self._known[key]
+
+
 class Target:
     """A target in Transformers."""
 
@@ -51,12 +65,29 @@ class Target:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.embedding = self.model.get_input_embeddings().weight.detach()
         self.output = self.model.lm_head.weight.detach()
+        self._known: dict[tuple[int, ...], Tensor] = {}
 
     @torch.inference_mode()
     def hidden(self, tokens: Sequence[int]) -> Tensor:
-        """[n, H] after the final norm."""
-        hidden: Tensor = self.model.model(torch.tensor([list(tokens)])).last_hidden_state[0]
-        return hidden
+        """[n, H] after the final norm. Of each text once."""
+        key = tuple(tokens)
+        if key not in self._known:
+            self._known[key] = self.model.model(torch.tensor([list(tokens)])).last_hidden_state[0]
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def target(tiny: TinyModels) -> Target:
+    return Target(tiny.target)
+
+
+@pytest.fixture(scope="module")
+def references(target: Target) -> dict[str, Remembering]:
+    """Of `SHAPES`, with the same layers for all tests."""
+    return {
+        name: Remembering(shape, random_layers(shape, seed=5), target.embedding, target.output)
+        for name, shape in SHAPES.items()
+    }
 
 
 def check_drafts(outputs: Sequence[RequestOutput], target: Target, reference: ReferenceMtp) -> int:
@@ -79,15 +110,19 @@ def check_drafts(outputs: Sequence[RequestOutput], target: Target, reference: Re
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_drafts_are_the_layers_own(
-    make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path, name: str, options: str
+    make_llm: Callable[..., LLM],
+    plain_text: PlainText,
+    target: Target,
+    references: dict[str, Remembering],
+    tmp_path: Path,
+    name: str,
+    options: str,
 ) -> None:
     prompts = random_prompts(5, seed=51, low=12)
     prompts += [dict(p) for p in prompts[:2]]  # prefix hits
-    plain = token_ids(make_llm().generate(prompts, GREEDY))
-    target, shape = Target(tiny.target), SHAPES[name]
-    weights = random_layers(shape, seed=5)
-    reference = ReferenceMtp(shape, weights, target.embedding, target.output)
-    llm = engine(make_llm, save_mtp(tmp_path, shape, weights), **OPTIONS[options])
+    plain = plain_text(prompts, GREEDY)
+    reference = references[name]
+    llm = engine(make_llm, save_mtp(tmp_path, reference.shape, reference.w), **OPTIONS[options])
     for _ in range(2):  # the second time on cached prefixes
         outputs = llm.generate(prompts, GREEDY)
         assert token_ids(outputs) == plain

@@ -11,7 +11,7 @@ import pytest
 
 from draftwise import LLM, ConfigError, SamplingParams
 from draftwise.errors import RequestError
-from tests.e2e.conftest import random_prompts, token_ids
+from tests.e2e.conftest import PlainText, random_prompts, token_ids
 from tests.e2e.test_heads import EAGLE3, OPTIONS, Target, check_drafts, greedy
 from tests.fakes.heads import ReferenceHead, random_weights, save_head
 from tests.fakes.tiny import VOCAB, TinyModels
@@ -52,12 +52,17 @@ def engine(
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_drafts_are_those_over_the_whole_text(
-    make_llm: Callable[..., LLM], target: Target, heads: Heads, name: str, options: dict[str, Any]
+    make_llm: Callable[..., LLM],
+    plain_text: PlainText,
+    target: Target,
+    heads: Heads,
+    name: str,
+    options: dict[str, Any],
 ) -> None:
     folder, reference = heads[name]
     prompts = random_prompts(7, seed=51)
     prompts += [dict(prompts[0]), {"prompt_token_ids": prompts[1]["prompt_token_ids"][:-3]}]
-    plain = token_ids(make_llm().generate(prompts, greedy(24)))
+    plain = plain_text(prompts, greedy(24))
     llm = engine(make_llm, folder, **options)
     for _ in range(2):  # the second time on cached prefixes
         outputs = llm.generate(prompts, greedy(24))

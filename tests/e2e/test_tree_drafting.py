@@ -12,7 +12,7 @@ from draftwise import LLM, SamplingParams
 from draftwise.errors import ConfigError, RequestError
 from draftwise.propose.heads import proposer as heads
 from draftwise.propose.models import proposer as models
-from tests.e2e.conftest import random_prompts, token_ids
+from tests.e2e.conftest import PlainText, random_prompts, token_ids
 from tests.fakes.heads import HeadShape, random_weights, save_head
 from tests.fakes.tiny import VOCAB, TinyModels
 
@@ -49,6 +49,7 @@ def engine(make_llm: Callable[..., LLM], tiny: TinyModels, **options: Any) -> LL
 )
 def test_output_equals_plain_decoding(
     make_llm: Callable[..., LLM],
+    plain_text: PlainText,
     tiny: TinyModels,
     shape: dict[str, Any],
     seeded: bool,
@@ -68,7 +69,7 @@ def test_output_equals_plain_decoding(
         )
         for i in range(len(prompts))
     ]
-    plain = token_ids(make_llm().generate(prompts, params))
+    plain = plain_text(prompts, params)
     llm = engine(make_llm, tiny, **options)
     for _ in range(2):  # the second time on cached prefixes
         outputs = llm.generate(

@@ -335,9 +335,16 @@ class ReferenceBlock:
 
     def logits(self, tokens: list[int], features: Tensor, drafts: list[int], count: int) -> Tensor:
         """[Vd] of the draft behind ``drafts``, in a block of ``count`` drafts."""
+        return self.logits_of(self.places(tokens, features, count), tokens, drafts)
+
+    def places(self, tokens: list[int], features: Tensor, count: int) -> Tensor:
+        """Hidden states [count, H] of a block's drafts, whatever these are."""
+        hidden = self.block(tokens, features, count - 1 if self.shape.from_root else count)
+        return hidden if self.shape.from_root else hidden[1:]
+
+    def logits_of(self, hidden: Tensor, tokens: list[int], drafts: list[int]) -> Tensor:
+        """As `logits`, from the hidden states of `places`."""
         shape = self.shape
-        hidden = self.block(tokens, features, count - 1 if shape.from_root else count)
-        hidden = hidden if shape.from_root else hidden[1:]
         state = torch.zeros(shape.rank)
         out = torch.empty(0)
         for place in range(len(drafts) + 1):
@@ -358,7 +365,8 @@ class ReferenceBlock:
     def draft(self, tokens: list[int], features: Tensor, count: int) -> list[int]:
         """The most likely drafts, one after another."""
         drafts: list[int] = []
+        hidden = self.places(tokens, features, count)
         for _ in range(count):
-            best = int(self.logits(tokens, features, drafts, count).argmax())
+            best = int(self.logits_of(hidden, tokens, drafts).argmax())
             drafts.append(int(self.target_ids[best]))
         return drafts
