@@ -14,8 +14,6 @@ from tests.fakes.running_server import RunningServer
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.tiny_chat import make_tiny_chat
 
-anthropic = pytest.importorskip("anthropic")
-
 PIECES = ["<think>Hm", "</think>Let me", " look. <tool", '_call>{"name": "f", "argu',
           'ments": {"a": "<b>"}}</tool_call>\n<tool_call>', '{"name": "g", "arguments": {}}</tool_call>']  # fmt: skip
 TOOLS: Any = [
@@ -36,8 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_chat(tmp_path_factory.mktemp("chat"))
 
 
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    """The client's package, imported when tests run: it takes longer than to collect a tenth of all tests."""
+    return pytest.importorskip("anthropic")
+
+
 @pytest.fixture
-def scripted(folder: str) -> Iterator[Make]:
+def scripted(folder: str, anthropic: Any) -> Iterator[Make]:
     opened: list[Any] = []
 
     def make(pieces: list[str] = PIECES, key: str = "none", **more: Any) -> tuple[ScriptedEngine, Any]:
@@ -120,7 +124,7 @@ def test_events_come_in_their_order(scripted: Make) -> None:
     assert final.stop_reason == whole.stop_reason and final.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_what_is_asked_reaches_the_engine(scripted: Make) -> None:
+def test_what_is_asked_reaches_the_engine(scripted: Make, anthropic: Any) -> None:
     engine, client = scripted(["a"], chat_template="{{ enable_thinking }}|{{ reasoning_effort }}")
     client.messages.create(
         **ASK,
@@ -181,7 +185,7 @@ def test_messages_of_one_role_are_one(scripted: Make) -> None:
     assert engine.prompts[-1]["prompt"] == "<system>a\nb\n<user>x\ny\nD\n<assistant>"
 
 
-def test_a_real_engine(server: RunningServer) -> None:
+def test_a_real_engine(server: RunningServer, anthropic: Any) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         ask: Any = {**ASK, "max_tokens": 12, "system": "Be brief.", "extra_body": {"temperature": 0}}
         whole = client.messages.create(**ask)
@@ -225,7 +229,9 @@ def test_a_real_engine(server: RunningServer) -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(server: RunningServer, body: Any, words: str) -> None:
+def test_what_cannot_be_done_is_refused_by_name(
+    server: RunningServer, anthropic: Any, body: Any, words: str
+) -> None:
     with (
         anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
         pytest.raises(anthropic.BadRequestError, match=words) as caught,
@@ -235,7 +241,7 @@ def test_what_cannot_be_done_is_refused_by_name(server: RunningServer, body: Any
     assert told["type"] == "error" and told["error"]["type"] == "invalid_request_error"
 
 
-def test_errors_have_the_form_of_their_interface(scripted: Make) -> None:
+def test_errors_have_the_form_of_their_interface(scripted: Make, anthropic: Any) -> None:
     _, client = scripted(key="wrong", api_keys=("right",), max_body_size=1000)
     with pytest.raises(anthropic.AuthenticationError, match="X-Api-Key") as refused:
         client.messages.create(**ASK)
