@@ -119,7 +119,8 @@ class Engines:
         """Another one, with passes and loops for two numbers of requests; `waiting` and `ahead` have all. A start, with
         all that is captured, takes longer than to generate."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("draftwise.graphs.sizes.request_counts", lambda most: (2, most))
+            for place in ("sizes", "setup"):
+                patch.setattr(f"draftwise.graphs.{place}.request_counts", lambda most: (2, most))
             return LLM(self.target, **self.options(**options))
 
     def pair(self, entry: dict[str, Any]) -> Pair:
