@@ -138,7 +138,7 @@ def outputs_follow(
     # One more token than is looked at: the drafts of the third are verified as well.
     params = SamplingParams(
         max_tokens=LENGTH + 1,
-        speculation={"method": method, "num_speculative_tokens": 3} | speculation,
+        speculation={"method": method} | speculation,
         **more,
     )
     with LLM(

@@ -298,7 +298,7 @@ def draft_candidates(
         temperatures = [row.state.temperature for row in rows]
         scores = logits.float()
         if any(t != 1.0 for t in temperatures):
-            scores = scores / scores.new_tensor(temperatures)[:, None]
+            scores = scores / torch.tensor(temperatures, dtype=torch.float32, device=scores.device)[:, None]
     else:
         scores = _processed(logits, rows, vocab_map)
         if vocab_map is not None:
@@ -309,7 +309,7 @@ def draft_candidates(
             part = scores if len(members) == len(rows) else scores[members]
             temperatures = [rows[i].state.temperature for i in members]
             part = part + gumbel(keys, rows[0].state.vocab_size, scores.device, vocab_map)
-            part *= part.new_tensor(temperatures)[:, None]
+            part *= torch.tensor(temperatures, dtype=torch.float32, device=part.device)[:, None]
             if len(members) == len(rows):
                 scores = part
             else:

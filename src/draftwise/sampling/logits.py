@@ -98,7 +98,7 @@ def shape(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> torch.Tensor:
         if len(scaled) == len(rows) and len(set(temperatures)) == 1:
             logits.div_(logits.new_full((1, 1), temperatures[0]))
         else:
-            logits.div_(logits.new_tensor(temperatures)[:, None])
+            logits.div_(torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None])
     if min_p:
         _apply_min_p(logits, rows, min_p)
     if truncated:
@@ -136,7 +136,7 @@ def _apply_history(logits: torch.Tensor, rows: Sequence[LogitsRow], members: Seq
         if at:
             seen[[j for j, _ in at], [token for _, token in at]] = True
         factor = [rows[i].state.params.repetition_penalty for i in repetition]
-        factors = logits.new_tensor(factor)[:, None]
+        factors = torch.tensor(factor, dtype=torch.float32, device=logits.device)[:, None]
         part = _take(logits, repetition)
         _put(
             logits, repetition, torch.where(seen, torch.where(part > 0, part / factors, part * factors), part)
@@ -155,7 +155,7 @@ def _apply_history(logits: torch.Tensor, rows: Sequence[LogitsRow], members: Seq
                 at_tokens.append(token)
                 values.append(state.penalty_of(state.count_of(token) + path.count(token)))
         if values:
-            penalty[at_rows, at_tokens] = penalty.new_tensor(values)
+            penalty[at_rows, at_tokens] = torch.tensor(values, dtype=torch.float32, device=penalty.device)
         _put(logits, penalised, _take(logits, penalised).sub_(penalty))
     at_rows, at_tokens = [], []
     for i in members:
@@ -211,7 +211,9 @@ def _apply_processors(
 def _apply_min_p(logits: torch.Tensor, rows: Sequence[LogitsRow], members: list[int]) -> None:
     """p < min_p * max p is, in logits, l < max l + log min_p: no softmax needed."""
     part = _take(logits, members)
-    offset = logits.new_tensor([math.log(rows[i].state.params.min_p) for i in members])
+    offset = torch.tensor(
+        [math.log(rows[i].state.params.min_p) for i in members], dtype=torch.float32, device=logits.device
+    )
     floor = part.amax(dim=-1, keepdim=True) + offset[:, None]
     _put(logits, members, part.masked_fill_(part < floor, -math.inf))
 
