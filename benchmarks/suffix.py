@@ -96,7 +96,8 @@ def measure(name: str, cached: int, depth: int) -> dict[str, Any]:
         proposer.leaving(rid, whole)
         proposer.remove(rid)
     filled = (time.thread_time_ns() - start) / 1e3 / cached
-    bytes_per_token = proposer.num_cached_bytes / proposer.num_cached_tokens
+    tree: Any = proposer._global
+    bytes_per_token = tree.num_bytes / proposer.num_cached_tokens
 
     engine: Any = proposer._engine
     assert isinstance(engine, module.NativeEngine)
