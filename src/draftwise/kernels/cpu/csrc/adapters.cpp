@@ -130,8 +130,9 @@ void adapters_run(const Shares& shares, const AdaptCall& call) {
   int64_t elements = 0, last = 0;
   for (int64_t r = 0; r < call.requests; r++) {
     const int64_t number = call.numbers[r], row = call.query_start[r], rows = call.query_start[r + 1] - row;
+    if (rows == 0) continue;  // its neighbours stand side by side
     const int64_t before = std::exchange(last, number);
-    if (number == 0 || rows == 0) continue;
+    if (number == 0) continue;
     if (number == before && !runs.empty() && runs.back().row + runs.back().rows == row) {
       runs.back().rows += rows;
       elements += rows * runs.back().site->down->outputs;
