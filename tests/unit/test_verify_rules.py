@@ -340,6 +340,17 @@ class TestBatch:
         assert isinstance(outs[0], RequestError) and "not finite" in str(outs[0])
         assert outs[1] == Verification((0,), (0, 6))
 
+    @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+    @pytest.mark.parametrize("row", range(4))
+    @pytest.mark.parametrize("drawn", [False, True])
+    def test_a_chain_behind_logits_that_are_not_finite(self, drawn: bool, row: int, value: float) -> None:
+        """`block` looks at all rows: no draft is kept because one of them says nothing."""
+        logits = peaked(5, 6, 7, 4, height=80.0)
+        logits[row] = value
+        q = peaked(5, 6, 7).softmax(-1) if drawn else None
+        [out] = verify_batch(logits, [request(chain((5, 6, 7), "t", q), "block")])
+        assert isinstance(out, RequestError) and "not finite" in str(out)
+
     def test_masks_hold_per_position(self) -> None:
         masks = torch.ones(3, V, dtype=torch.bool)
         masks[1, 6] = False

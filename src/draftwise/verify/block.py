@@ -5,6 +5,7 @@ On average it keeps at least as many drafts as `rejection`, with the same output
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -41,7 +42,13 @@ class BlockRule(Rule):
         ends = []
         for request, start, px, qx, scale, z in zip(requests, starts, p_of, q_of, prefix, z_of, strict=True):
             if request.proposal.is_chain:
-                ends.append(_walk(request, p, start, scale, z, sampled=qx is not None))
+                # all rows decide how much of a chain is kept: one that has no distribution fails the request
+                bad = next((i for i, one in enumerate(px) if math.isnan(one)), None)
+                ends.append(
+                    _walk(request, p, start, scale, z, sampled=qx is not None)
+                    if bad is None
+                    else End((), start + bad)
+                )
             else:
                 ends.append(walk_tree(request, p[start : start + request.num_rows], start, px, qx))
         return finish(requests, ends, p)
