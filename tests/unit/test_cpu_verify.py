@@ -130,6 +130,10 @@ def test_columns_of_unequal_length_never_reach_the_kernel(short: str) -> None:
         rules().deciding(cut)(logits)
 
 
+def test_no_requests() -> None:
+    assert rules(2).verify(torch.empty(0, 7), [], []) == []
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 def test_same_alone_and_on_threads(threads: int) -> None:
     logits, requests = make_step(4096, 11, count=96)  # more than one thread's worth
