@@ -195,6 +195,21 @@ def test_rows_that_are_no_numbers(rule: str) -> None:
     assert isinstance(answers[1], Verification)
 
 
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_chain_behind_a_row_that_is_no_numbers(rule: str, row: int, drawn: bool) -> None:
+    """No draft is kept because of a row that says nothing, and nothing is drawn from it."""
+    sure = torch.eye(5, device=DEVICE)[[1, 2, 3, 4]] * 80.0
+    q = sure[:3].softmax(-1) if drawn else None
+    logits = sure.clone()
+    logits[row] = float("nan")
+    [answer] = verify_batch(
+        logits, [request(chain((1, 2, 3), "test", q), rule, 0, 5, 1)], kernels=TritonRules()
+    )
+    assert isinstance(answer, Exception) and "not finite" in str(answer)
+
+
 def test_a_step_with_every_rule() -> None:
     """`verify_batch` gives the kernels what they know, and torch the rest; the answers are those of torch."""
     logits = torch.randn((30, 40), generator=generator(9)) * 2

@@ -207,9 +207,13 @@ def judge_blocks(p, table, members, walk, ends, end_numbers, masses, vocab, num_
     first = tl.load(fields)
     count = tl.load(fields + 1)
     kept = count * 0
+    bad = count  # the first draft whose row has no distribution
     scale = q_of(count * 0, count * 0)  # 1
     kept_scale = scale
     for i in range(1, count + 1):
+        token, _ = drafted(fields, i - 1, num_nodes)
+        p_x = tl.load(p + (first + i - 1) * vocab + token)
+        bad = tl.where((bad == count) & (p_x != p_x), count * 0 + i - 1, bad)
         scale = next_scale(p, fields, first, i - 1, scale, vocab, num_nodes)
         z = tl.load(masses + m * num_nodes + i, mask=i < count, other=0.0)
         rest = z + 1.0 - scale
@@ -219,6 +223,7 @@ def judge_blocks(p, table, members, walk, ends, end_numbers, masses, vocab, num_
         passed = uniform_of(fields, 2, i - 1, i - 1) < chance
         kept = tl.where(passed, count * 0 + i, kept)
         kept_scale = tl.where(passed, scale, kept_scale)
+    kept = tl.where(bad < count, bad, kept)  # nothing can be drawn there: the request fails
     end_chain(
         fields, walk + r * (2 * num_nodes + 2), ends, end_numbers, m, kept, count, kept_scale, num_nodes
     )
