@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.fakes.simulated import Simulation, World
 
 from draftwise.adapt.adaptive import AdaptiveController
-from draftwise.adapt.choice import Drafter
-from draftwise.types import Speculation
+from draftwise.adapt.choice import Drafter, Prices
+from draftwise.adapt.controller import StepShape
+from draftwise.adapt.explore import Explorer
+from draftwise.adapt.performance import PerformanceModel
+from draftwise.types import Speculation, StepResult
 
 MOST = 8
 LOOK_UP = Speculation(method="look-up", num_speculative_tokens=4)
@@ -71,3 +75,44 @@ def test_a_choice_that_nobody_drafts_stands_for_rounds() -> None:
         controller._explorer.rounds = rounds
         waits.append(controller._explorer._steps(256))
     assert waits == [256, 32]
+
+
+def test_a_plain_step_to_learn_from_has_as_many_rounds_as_others() -> None:
+    """Behind one that verifies what waits. The first round of a step meets cold caches: a plain step of one round took
+    twice what a round of plain decoding takes, and a draft model was kept at 0.9 of its speed."""
+    controller = AdaptiveController(evident=["look-up"])
+    planned(controller)
+    explorer = controller._explorer
+    for usual, rounds in ((1.0, 1), (4.0, MOST)):
+        explorer.rounds, explorer._pause_until = usual, controller._step + 3
+        drafter_of(controller, 1).waiting = 4
+        assert planned(controller, waiting=4) == (1, [0])
+        drafter_of(controller, 1).waiting = 0
+        assert planned(controller) == (rounds, [0])
+
+
+def test_a_pause_lasts_two_steps_where_steps_have_several_rounds() -> None:
+    explorer = Explorer(PerformanceModel(), 0.004, 24.0)
+    prices = Prices(1, 100, False, 0.001, 5, False)
+    for usual, last in ((1.0, 5), (4.0, 6)):
+        explorer.rounds = usual
+        explorer.begin(5)
+        explorer.look(prices, 1.5, False, list)
+        assert explorer.pausing
+        explorer.begin(6)
+        assert explorer.pausing == (last == 6)
+        explorer._pause_until = 0
+
+
+@pytest.mark.parametrize("usual, seconds", [(1.0, 0.005), (4.0, 0.002)])
+def test_a_step_of_one_round_says_little_where_steps_have_several(usual: float, seconds: float) -> None:
+    """A request's first step has one round, behind its prompt, and so has a probe."""
+    controller = AdaptiveController()
+    planned(controller)
+    for _ in range(3):
+        controller.model.observe_target(StepShape(1, 1, 0, 100), 0.002)
+    for _ in range(9):
+        controller.begin(1)
+        controller._explorer.rounds = usual
+        controller.observe(StepResult(0, [], forward_time=0.005), StepShape(1, 1, 0, 100), 0.005)
+    assert controller.model.target_time(1, 1, 100) == pytest.approx(seconds, rel=0.1)

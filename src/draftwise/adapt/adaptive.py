@@ -196,7 +196,9 @@ class AdaptiveController(Controller):
         planned.most_rounds = most
         if not self._groups:
             return most, None
-        if self._explorer.pausing or self._explorer.deep is not None:
+        if self._explorer.deep is not None:
+            return 1, None
+        if self._explorer.pausing and not (self._explorer.several and self._nothing_waits(rids)):
             return 1, None
         if any(lag for _, _, lag in planned.drafting.values()):
             return 1, None  # the first of them takes longer
@@ -213,6 +215,10 @@ class AdaptiveController(Controller):
             tables += drafter.cut_table()
             outcomes.append(_UNKNOWN if drafter.before is None else drafter.before)
         return most, RoundCuts(bytes(tables), bytes(outcomes))
+
+    def _nothing_waits(self, rids: Sequence[int]) -> bool:
+        """Whether all rounds of a step that drafts nothing are plain."""
+        return not any(d is not None and d.waiting for d in map(self._drafters.get, rids))
 
     # ------------------------------------------------------------------------------------------- observing
 
@@ -259,7 +265,10 @@ class AdaptiveController(Controller):
             self._earn(whole)
             return
         usual = seconds - draft_time
-        if not untimed:  # what was guessed by the target's part says nothing of that
+        unlike = rounds == 1 and decoding and self._is_unlike(shape)
+        if unlike:
+            usual = self.model.target_time(shape.requests, shape.rows, shape.context, shape.sampled)
+        elif not untimed:  # what was guessed by the target's part says nothing of that
             usual = self.model.observe_target(shape, usual)
         if drafting:
             usual += self._drafting_time.observe(draft_time, shape, planned)
@@ -267,11 +276,17 @@ class AdaptiveController(Controller):
             self._book_beside(draft_time, drafted, accepted)
         if decoding:
             self._decisions.saw_decoding(shape.context // shape.requests, shape.sampled)
-            if pure and not untimed:
+            if pure and not (untimed or unlike):
                 self._explorer.saw_plain(shape.requests)
             if not plain:
                 self._account(shape, accepted, min(seconds, 1.25 * usual), rounds)
         self._earn(whole)
+
+    def _is_unlike(self, shape: StepShape) -> bool:
+        """Whether a step of one round says little, because such steps have several: its caches are colder. The first
+        says more than a guess."""
+        known = self.model.times_measured
+        return self._explorer.several and known(shape.requests, shape.rows, shape.context, shape.sampled) >= 1
 
     def _observe_rounds(self, result: StepResult, planned: Planned) -> tuple[int, int, bool]:
         """`_observe_rows` of all rounds."""

@@ -64,6 +64,12 @@ class Explorer:
         self.pausing = step < self._pause_until
         self.deep = None
 
+    @property
+    def several(self) -> bool:
+        """Whether steps have several rounds. The first one of a step meets cold caches and a thread that sleeps, so a
+        plain step to learn from has several, too, behind one that verifies what waits."""
+        return self.rounds > 1.5
+
     def pause_if_untimed(self) -> None:
         """Nothing is known of plain steps, and steps with drafting say nothing about them: make some."""
         if self.pause_steps > 1 and self._pauses:
@@ -154,7 +160,10 @@ class Explorer:
         if rate_gain <= 1.0 or not self._pauses:
             return False
         seen = self._plain_seen.get(class_of_batch(prices.requests))
-        cost = self.pause_steps * prices.plain * (1 - 1 / rate_gain)
+        steps = rounds = self.pause_steps
+        if self.several:
+            steps, rounds = 2, 1 + max(round(self.rounds), 1)
+        cost = rounds * prices.plain * (1 - 1 / rate_gain)
         # Never measured at this size, and every comparison rests on it; and the first few samples are on the house.
         # Where none comes of it, since all steps have prompts in them, it is tried again after 16, 32, ... rounds.
         if seen is None or (not plain_known and step >= seen + self._steps(8)):
@@ -165,7 +174,7 @@ class Explorer:
         elif not plain_known or step < seen + self._pause_interval(prices, rate_gain) or self._funds < cost:
             return False
         self.pausing = True
-        self._pause_until = step + self.pause_steps
+        self._pause_until = step + steps
         self._funds -= cost
         self.num_pauses += 1
         return True

@@ -12,9 +12,9 @@ from draftwise.sched.shares import Shares
 from draftwise.sched.taking import Books, Members
 from draftwise.types import RoundCuts
 
-ROUND_SECONDS = 0.008
-"""Steps of several rounds take about so long at most: nobody sees that text comes in pieces of it. Who comes meanwhile
-waits for the round that is computed, not for the others (`Executor.hurry`)."""
+ROUND_SECONDS = 0.016
+"""Steps of several rounds take about so long at most, a screen's picture: nobody sees that text comes in pieces of it.
+Who comes meanwhile waits for the round that is computed, not for the others (`Executor.hurry`)."""
 
 
 class RoundRoom:
@@ -28,22 +28,30 @@ class RoundRoom:
         """``most``: rounds of a step."""
         self._kv = kv
         self._most = most
-        self._seconds = 0.0  # of a round, lately; 0: not known
+        self._seconds = [0.0, 0.0]  # of a round, lately, and of one that is plain; 0: not known
         self._spare: tuple[int, int] | None = None  # what `_step_blocks` said of who runs, and their version
         self._ahead = False  # somebody may have blocks that only rounds asked for
 
-    def took(self, seconds: float) -> None:
-        """A round of a step that was no prompt's took so long."""
-        before = self._seconds
-        self._seconds = seconds if not before else before + 0.25 * (seconds - before)
+    def took(self, seconds: float, plain: bool) -> None:
+        """A round of a step that was no prompt's took so long. ``plain``: without drafts."""
+        before = self._seconds[plain]
+        self._seconds[plain] = seconds if not before else before + 0.25 * (seconds - before)
 
     def of(
-        self, shares: Shares, controller: Controller, books: Books, members: Members, running: Ordered
+        self,
+        shares: Shares,
+        plain: bool,
+        controller: Controller,
+        books: Books,
+        members: Members,
+        running: Ordered,
     ) -> tuple[int, RoundCuts | None]:
-        """Rounds of a step in which all requests that are here decode, and what they cut."""
-        if self._most < 2 or not self._seconds:
+        """Rounds of a step in which all requests that are here decode, and what they cut. ``plain``: nothing is drafted
+        in it, or verified."""
+        seconds = self._seconds[plain] or self._seconds[not plain]
+        if self._most < 2 or not seconds:
             return 1, None
-        most = min(self._most, int(ROUND_SECONDS / self._seconds))
+        most = min(self._most, int(ROUND_SECONDS / seconds))
         if most < 2:
             return 1, None
         rounds, cuts = controller.rounds(shares.rids, most)

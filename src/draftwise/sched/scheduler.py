@@ -166,7 +166,10 @@ class Scheduler:
         self._controller.grant(shares.rids, shares.budgets)
         rounds, cuts = 1, None
         if members is not None and self._books is not None and not waiting and not shares.reading:
-            rounds, cuts = self._rounds.of(shares, self._controller, self._books, members, self._running)
+            plain = self._newest.plain = not (any(shares.budgets) or any(shares.num_draft))
+            rounds, cuts = self._rounds.of(
+                shares, plain, self._controller, self._books, members, self._running
+            )
         self._plan(shares, members)
         plan = StepPlan(
             step=self._step,
@@ -397,9 +400,10 @@ class Scheduler:
 
     def learn(self, result: StepResult, seconds: float | None) -> None:
         """Tell the controller what the committed step took, see `Controller.observe`."""
-        shape = (self._before if result.step < self._step else self._newest).shape
+        planned = self._before if result.step < self._step else self._newest
+        shape = planned.shape
         if seconds is not None and not shape.prompt_rows:
-            self._rounds.took(seconds / result.num_rounds)
+            self._rounds.took(seconds / result.num_rounds, planned.plain)
         self._controller.observe(result, shape, seconds)
 
     def control_stats(self) -> ControlStats:
