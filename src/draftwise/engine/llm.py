@@ -113,7 +113,7 @@ class LLM(OwnSteps, Absent):
         open_rids = {request.rid for request in requests}
         with WholeSteps() as steps:
             try:
-                with torch.inference_mode():
+                with torch.inference_mode(), engine.core.executor.many_steps():
                     for request in requests:
                         engine.core.add(request)
                     for group in groups:

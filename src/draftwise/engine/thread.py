@@ -136,19 +136,8 @@ class EngineThread:
     def _run(self) -> None:
         core = self._core
         try:
-            while True:
-                with self.wakeup:
-                    while not (core.has_work or self._closing or self._between):
-                        self.wakeup.wait()
-                    if self._closing:
-                        return
-                self._do_between()
-                if not core.has_work:
-                    continue
-                self._step_began = time.monotonic()
-                updates = core.step()
-                self._step_began = None
-                self._announce(updates)
+            with core.executor.many_steps():
+                self._step_until_closed()
         except lifetime.ProgramEnding:
             pass
         except BaseException as error:
@@ -164,6 +153,22 @@ class EngineThread:
             self._end()
             if self._abandoned:
                 core.close()
+
+    def _step_until_closed(self) -> None:
+        core = self._core
+        while True:
+            with self.wakeup:
+                while not (core.has_work or self._closing or self._between):
+                    self.wakeup.wait()
+                if self._closing:
+                    return
+            self._do_between()
+            if not core.has_work:
+                continue
+            self._step_began = time.monotonic()
+            updates = core.step()
+            self._step_began = None
+            self._announce(updates)
 
     def _do_between(self) -> None:
         with self.wakeup:

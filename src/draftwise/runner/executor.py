@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 
 from draftwise.errors import ConfigError, EngineDeadError
 from draftwise.models.lora.low_rank import LowRank
@@ -22,6 +23,11 @@ class Executor(ABC):
         A plan may have been made before the result of the step before it was looked at (`sched.ahead`): then
         ``num_draft`` is the most that may wait, and a row whose request has all its tokens is to be passed over.
         """
+
+    def many_steps(self) -> AbstractContextManager[None]:
+        """Around steps that this thread executes one after the other: what would be set for each of them is set once.
+        Steps may be executed without it."""
+        return nullcontext()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """`execute`, without waiting for it where that is possible; steps run in the order of the calls."""

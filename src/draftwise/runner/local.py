@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from draftwise.runner.executor import Executor
 from draftwise.runner.launched import Launched
 from draftwise.runner.ordinary import OrdinarySteps
 from draftwise.runner.outcome import Outcome, drafting, row_results
+from draftwise.runner.own_threads import thread_numbers
 from draftwise.runner.placing import Placing, Wanted
 from draftwise.runner.rounds import MOST_ROUNDS, ComputedRounds, RoundSteps
 from draftwise.runner.rows import BlockTables, Row
@@ -87,6 +88,7 @@ class LocalExecutor(Executor):
         # Native kernels have threads of their own. What torch does besides is small, and a second torch thread that
         # waits for more spins on a core the kernels want: with a busy neighbour, a softmax of 10 us took 10 ms.
         self._torch_threads = 1 if model.same_bits and device.type == "cpu" else None
+        self._threads = thread_numbers()
         self._rows: dict[int, Row] = {}
         self._tables = BlockTables()
         self._packer = own_packer(device)
@@ -128,6 +130,9 @@ class LocalExecutor(Executor):
                 self.seats = seats
 
     # ------------------------------------------------------------------------------------------- the step
+
+    def many_steps(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._torch_threads is None else self._threads.kept(self._torch_threads)
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.seats is not None:
@@ -206,11 +211,11 @@ class LocalExecutor(Executor):
             before = torch.get_num_threads()
             if before == self._torch_threads:
                 return run()
-            torch.set_num_threads(self._torch_threads)
+            mkl = self._threads.set(self._torch_threads)
             try:
                 return run()
             finally:
-                torch.set_num_threads(before)
+                self._threads.set(before, mkl)
 
     def _execute(self, plan: StepPlan, *, applied: bool = False) -> StepResult:
         if not applied:
