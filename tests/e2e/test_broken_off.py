@@ -8,14 +8,17 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from draftwise import LLM, AsyncLLM, LLMEngine, SamplingParams
+from draftwise import LLM, AsyncLLM, LLMEngine, SamplingParams, register_proposer, register_verifier
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.kv.manager import KVManager
+from draftwise.propose.base import DraftRow, Proposer
+from draftwise.types import Proposal, Verification, chain
+from draftwise.verify.base import Rule, VerifyRequest
 from tests.e2e.conftest import random_prompts, token_ids
 from tests.fakes.tiny import TinyModels
 
@@ -108,6 +111,82 @@ def test_a_processor_cannot_end_the_engine_of_others(tiny: TinyModels, error: Ba
         good, failed = await asyncio.gather(one(llm, prompts[0], GREEDY), one(llm, prompts[1], bad))
         assert good.token_ids == wanted.token_ids
         assert failed.finish_reason == "error" and type(error).__name__ in failed.error
+        assert llm.is_alive
+        await asyncio.to_thread(llm.close)
+
+    asyncio.run(main())
+
+
+class Ends(Proposer):
+    """Raises in one of its hooks."""
+
+    name: ClassVar[str] = "ends"
+    observes: ClassVar[bool] = True
+    hook: ClassVar[str]
+    error: ClassVar[BaseException]
+
+    def _raise(self, hook: str) -> None:
+        if hook == self.hook:
+            raise self.error
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
+        self._raise("propose")
+        return [chain([7], self.name) for _ in rows]
+
+    def observe(self, *_: Any) -> None:
+        self._raise("observe")
+
+    def leaving(self, *_: Any) -> None:
+        self._raise("leaving")
+
+
+class EndsRule(Rule):
+    """Raises."""
+
+    lossless = True
+    error: ClassVar[BaseException]
+
+    def verify(self, logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[Verification]:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("no")], ids=repr)
+@pytest.mark.parametrize("where", ["propose", "observe", "leaving", "rule"])
+def test_a_plugin_cannot_end_the_engine_of_others(tiny: TinyModels, error: BaseException, where: str) -> None:
+    """A drafter that fails costs its requests their drafts; a rule fails the requests that name it."""
+    Ends.hook, Ends.error, EndsRule.error = where, error, error
+    register_proposer("ends", Ends)
+    register_verifier("ends", EndsRule)
+
+    async def one(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> Any:
+        return [output async for output in llm.generate(prompt, params)][-1].outputs[0]
+
+    async def main() -> None:
+        llm = AsyncLLM(
+            tiny.target,
+            dtype="float32",
+            device="cpu",
+            skip_tokenizer_init=True,
+            num_kv_blocks=64,
+            speculative_config=[
+                DRAFTS | {"model": tiny.near},
+                {"method": "ends", "num_speculative_tokens": 2},
+            ],
+            speculation_control="static",
+        )
+        prompts = random_prompts(2, seed=4)
+        wanted = await one(llm, prompts[0], GREEDY)
+        bad = GREEDY.replace(speculation={"method": "ends"})
+        if where == "rule":
+            bad = GREEDY.replace(temperature=1.0, speculation={"rule": "ends"})
+        good, found = await asyncio.gather(one(llm, prompts[0], GREEDY), one(llm, prompts[1], bad))
+        assert good.token_ids == wanted.token_ids
+        assert (await one(llm, prompts[0], GREEDY)).token_ids == wanted.token_ids  # after they have left
+        if where == "rule":
+            assert found.finish_reason == "error" and type(error).__name__ in found.error
+        else:
+            assert found.finish_reason == "length" and len(found.token_ids) == 20
+            assert set(llm.stats().drafter_failures) == {f"ends.{where}"}
         assert llm.is_alive
         await asyncio.to_thread(llm.close)
 

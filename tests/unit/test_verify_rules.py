@@ -351,6 +351,16 @@ class TestBatch:
         [out] = verify_batch(logits, [request(chain((5, 6, 7), "t", q), "block")])
         assert isinstance(out, RequestError) and "not finite" in str(out)
 
+    @pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
+    def test_a_processor_that_makes_nan_is_named(self, rule: str) -> None:
+        def halves(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            return logits * float("nan")
+
+        made = request(EMPTY_PROPOSAL, rule, 0, temperature=int(rule != "greedy"), logits_processors=[halves])
+        [out] = verify_batch(peaked(5), [made])
+        assert isinstance(out, RequestError)
+        assert "not finite" in str(out) and "likely cause is logits processor 'halves'" in str(out)
+
     def test_masks_hold_per_position(self) -> None:
         masks = torch.ones(3, V, dtype=torch.bool)
         masks[1, 6] = False

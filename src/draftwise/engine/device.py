@@ -43,9 +43,11 @@ from draftwise.models.loader import load_model
 from draftwise.models.lora.decoder import AdaptedDecoder
 from draftwise.models.tokenizer import load_tokenizer
 from draftwise.propose.base import Proposer, ProposerContext
+from draftwise.propose.contained import ContainedProposer
 from draftwise.propose.registry import resolve_proposer
 from draftwise.propose.shared import FollowingProposer, LeadingProposer
 from draftwise.runner.local import LocalExecutor
+from draftwise.runner.proposal_checks import is_foreign
 from draftwise.runner.step_checks import settle_steps
 from draftwise.structured.grammars import Grammars
 from draftwise.verify.rates import SyntheticAcceptance
@@ -259,15 +261,23 @@ def _load_proposers(
                 f"speculative_config.speculative_dynamic_tree: method {spec.method!r} drafts no dynamic trees"
             )
         if ranks is None or spec.draft_tensor_parallel_size != 1 or not spec.has_model:
-            proposers[spec.method] = proposer.create(context)
+            proposers[spec.method] = _made(proposer, context)
         elif ranks.part.rank > 0:
             proposers[spec.method] = FollowingProposer(proposer, ranks)
         else:
             assert config.model is not None
             whole = WholeTables(model, config.model, config.revision, config.quantization)
             alone = replace(context, ranks=None, target_model=whole)
-            proposers[spec.method] = LeadingProposer(proposer.create(alone), ranks)
+            proposers[spec.method] = LeadingProposer(_made(proposer, alone, in_rank=True), ranks)
     return proposers
+
+
+def _made(proposer: type[Proposer], context: ProposerContext, *, in_rank: bool = False) -> Proposer:
+    """A drafter. ``in_rank``: it is alone in a rank's process, which the context does not tell."""
+    made = proposer.create(context)
+    if not is_foreign(made):
+        return made
+    return ContainedProposer(made, always=in_rank or context.ranks is not None)
 
 
 def _graphs(config: EngineConfig, model: DecoderModel, device: torch.device) -> GraphSetup | None:

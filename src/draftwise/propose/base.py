@@ -156,8 +156,8 @@ class Proposer(ABC):
     If a hook raises or gives an invalid answer (a wrong number of proposals, a token outside of the vocabulary, a q
     that is not a distribution, more tokens filled than there are), the requests of that call lose their speculation:
     they are decoded plainly from then on, and only `remove` is called for them. The log says it once, and
-    ``llm.stats().drafter_failures`` counts it. Only a failed `transfer` fails its request, and an error while the
-    engine is built ends that.
+    ``llm.stats().drafter_failures`` counts it. So it is with `SystemExit` outside of the program's main thread. Only a
+    failed `transfer` fails its request, and an error while the engine is built ends that.
     """
 
     name: ClassVar[str]

@@ -65,7 +65,8 @@ class Rule(ABC):
     @abstractmethod
     def verify(self, logits: torch.Tensor, requests: Sequence[VerifyRequest]) -> list[Verification]:
         """``logits`` [M, V] float32, processed (softmax gives p), rows as the requests say. One result each,
-        in order. Must not write to ``logits``."""
+        in order. Must not write to ``logits``. A rule from outside that raises, or answers with something else, fails
+        its requests (`verify.contained`)."""
 
 
 class PassSlots(NamedTuple):

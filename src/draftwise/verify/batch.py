@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,9 +11,10 @@ from draftwise.errors import ConfigError, RequestError
 from draftwise.sampling.logprobs import token_logprobs
 from draftwise.types import TokenLogprobs, Verification
 from draftwise.verify.base import FORCED, BatchRules, PassSlots, Rule, VerifyRequest, effective_rule
+from draftwise.verify.contained import decided_alone
 from draftwise.verify.processing import process_rows
 from draftwise.verify.rates import SyntheticAcceptance
-from draftwise.verify.registry import get_rule
+from draftwise.verify.registry import get_rule, is_foreign
 from draftwise.verify.synthetic import SyntheticRule
 
 
@@ -51,8 +52,8 @@ def verify_batch(
             break
     if plain:
         if kernels is not None:
-            return _checked(kernels.verify(logits, requests, ["greedy"] * len(requests), stored))
-        return _checked(get_rule("greedy").verify(logits, requests))
+            return _checked(kernels.verify(logits, requests, ["greedy"] * len(requests), stored), requests)
+        return _checked(get_rule("greedy").verify(logits, requests), requests)
 
     raw = {
         r: q.rows_of(logits).clone() for r, q in enumerate(requests) if q.state.params.logprobs is not None
@@ -65,15 +66,18 @@ def verify_batch(
         names.append(name)
         groups.setdefault(_KERNELS if kernels is not None and name in kernels.names else name, []).append(r)
     results: list[Verification | Exception] = [_NOTHING] * len(requests)
+    decided: Sequence[Verification | Exception]
     for name, members in groups.items():
         own = [requests[r] for r in members]
         if name == _KERNELS:
             assert kernels is not None
             decided = kernels.verify(logits, own, [names[r] for r in members], stored)
+        elif is_foreign(name):
+            decided = decided_alone(get_rule(name), name, logits, own)
         else:
             rule = get_rule(name) if name != "synthetic" else _synthetic_rule(synthetic)
             decided = rule.verify(logits, own)
-        for r, result in zip(members, _checked(decided), strict=True):
+        for r, result in zip(members, _checked(decided, own), strict=True):
             results[r] = result
     if failures:
         _put_failures(results, requests, failures)
@@ -82,12 +86,24 @@ def verify_batch(
     return results
 
 
-def _checked(decided: Iterable[Verification]) -> list[Verification | Exception]:
+def _checked(
+    decided: Sequence[Verification | Exception], requests: Sequence[VerifyRequest]
+) -> list[Verification | Exception]:
     """The decisions, with an error in place of one whose last token is -1: its row is no distribution."""
     return [
-        one if one.token_ids[-1] >= 0 else RequestError("the model's logits are not finite")
-        for one in decided
+        _not_finite(request) if isinstance(one, Verification) and one.token_ids[-1] < 0 else one
+        for one, request in zip(decided, requests, strict=True)
     ]
+
+
+def _not_finite(request: VerifyRequest) -> RequestError:
+    processors = request.state.params.logits_processors
+    if not processors:
+        return RequestError("the model's logits are not finite")
+    names = " or ".join(repr(getattr(fn, "__name__", fn)) for fn in processors)
+    return RequestError(
+        f"the logits are not finite: the likely cause is logits processor {names}, else the model"
+    )
 
 
 def _verify_unshaped(
@@ -124,7 +140,7 @@ def _verify_unshaped(
         logprobs = [r for r, q in enumerate(requests) if q.state.params.logprobs is not None]
         raw = {r: requests[r].rows_of(logits).clone() for r in logprobs}
     failures = process_rows(logits, requests, shaped=False) if adjusts else {}
-    results = _checked(kernels.verify(logits, requests, rules, stored))
+    results = _checked(kernels.verify(logits, requests, rules, stored), requests)
     if failures:
         _put_failures(results, requests, failures)
     if raw:

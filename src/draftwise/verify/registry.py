@@ -30,6 +30,11 @@ def register_verifier(name: str, factory: RuleFactory) -> None:
     _factories[name] = factory
 
 
+def is_foreign(name: str) -> bool:
+    """Whether a program registered it."""
+    return name in _factories
+
+
 def verifier_names() -> tuple[str, ...]:
     """All names that `get_rule` knows."""
     return (*_BUILT_IN, *_factories)
