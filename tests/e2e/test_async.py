@@ -258,6 +258,70 @@ def test_closing_ends_the_streams(tiny: TinyModels) -> None:
     asyncio.run(main())
 
 
+def make(tiny: TinyModels) -> AsyncLLM:
+    return AsyncLLM(tiny.target, dtype="float32", device="cpu", skip_tokenizer_init=True, num_kv_blocks=64)
+
+
+def test_without_asyncio_it_says_so(tiny: TinyModels) -> None:
+    """Coroutines run without asyncio in trio, too."""
+    llm = make(tiny)
+    with pytest.raises(RequestError, match="trio is not supported"):
+        llm.submit(random_prompts(1)[0], GREEDY)
+    for call in (
+        llm.generate(random_prompts(1)[0], GREEDY).__anext__(),
+        llm.render_chat([{"role": "user", "content": "x"}]),
+        llm.__aenter__(),
+    ):
+        with pytest.raises(RequestError, match="event loop of asyncio"):
+            call.__await__().send(None)
+    assert not llm.is_alive, "a context that was not entered is not left"
+
+
+def test_outputs_are_read_in_the_loop_of_their_request(tiny: TinyModels) -> None:
+    """In another loop one would wait for ever."""
+    llm, loop = make(tiny), asyncio.new_event_loop()
+
+    async def submit() -> Any:
+        return llm.submit(random_prompts(1)[0], GREEDY)
+
+    async def read(stream: Any) -> list[RequestOutput]:
+        return [output async for output in stream]
+
+    stream = loop.run_until_complete(submit())
+    for call in (read(stream), stream.ready()):
+        with pytest.raises(RequestError, match="in which the request was submitted"):
+            asyncio.run(asyncio.wait_for(call, 20))
+    assert loop.run_until_complete(read(stream))[-1].outputs[0].finish_reason == "length"
+    loop.close()
+    llm.close()
+
+
+def test_a_closed_loop_ends_its_requests(tiny: TinyModels) -> None:
+    llm, loop = make(tiny), asyncio.new_event_loop()
+    gate, calls = threading.Event(), 0
+
+    def waits(_: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        gate.wait(20)
+        return logits
+
+    async def submit() -> Any:
+        return llm.submit(random_prompts(1)[0], GREEDY.replace(max_tokens=120, logits_processors=[waits]))
+
+    loop.run_until_complete(submit())
+    loop.close()
+    gate.set()
+    for _ in range(2000):
+        if not llm._streams and not llm.stats().num_used_blocks:
+            break
+        time.sleep(0.01)
+    assert not llm._streams and not llm._by_rid and not llm._readers
+    assert llm.stats().finish_reasons == {"abort": 1} and calls < 60
+    llm.check_integrity()
+    llm.close()
+
+
 def test_one_thread_tells_of_the_cache(tiny: TinyModels) -> None:
     """Else what was cached before it was cleared could be told afterwards, and be looked for in vain."""
     told: list[tuple[str, type]] = []

@@ -104,4 +104,4 @@ def test_what_is_held_goes_out_without_another_step() -> None:
 def test_a_closed_event_loop_is_no_error() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
-    Readers(loop, None).tell([Reader()], ())
+    assert not Readers(loop, None).tell([Reader()], ())

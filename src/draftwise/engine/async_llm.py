@@ -23,6 +23,7 @@ from draftwise.engine.contained import contained
 from draftwise.engine.core import CacheListener
 from draftwise.engine.group import Reading, RequestGroup
 from draftwise.engine.llm import engine_stats
+from draftwise.engine.loops import running_loop
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.processor import Numbers
 from draftwise.engine.prompts import PromptLike, one_prompt, own_params
@@ -145,7 +146,7 @@ class AsyncLLM(Absent):
         if numbers is None or sampling_params is None:
             sampling_params = own_params(sampling_params)
         params = contained(sampling_params)
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         self._thread.check_alive()
         processor = self._engine.processor
         processor.check(prompt, params)
@@ -327,7 +328,8 @@ class AsyncLLM(Absent):
         return self._thread.wakeup
 
     def _announce(self, updates: Sequence[RequestUpdate]) -> None:
-        """Tell observers of a step, then wake the readers of what it changed: an answer that was read is counted."""
+        """Tell observers of a step, then wake the readers of what it changed: an answer that was read is counted.
+        Requests whose event loop was closed have no reader any more."""
         if self._observers:
             self._tell(updates)
         touched: dict[RequestStream, bool] = {}
@@ -338,7 +340,8 @@ class AsyncLLM(Absent):
                 stream = self._by_rid.get(update.request.rid)
                 if stream is not None and (update.finished or stream.wants_pieces):
                     touched[stream] = update.finished or touched.get(stream, False)
-        wake(touched)
+        for stream in wake(touched):
+            self.forget(stream)
 
     def _wake_all(self) -> None:
         """No step follows: every reader hears of it."""
@@ -443,6 +446,11 @@ class AsyncLLM(Absent):
         self._workers = Workers()
 
     async def __aenter__(self) -> Self:
+        try:
+            running_loop()
+        except RequestError:  # nobody calls `__aexit__` then
+            self.close()
+            raise
         return self
 
     async def __aexit__(

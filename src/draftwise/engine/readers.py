@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -38,10 +37,14 @@ class Readers:
         self._held: dict[Reader, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def tell(self, news: Sequence[Reader], ended: Sequence[Reader]) -> None:
-        """Called from any thread. Readers in ``news`` have new output; those in ``ended`` have their last one."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+    def tell(self, news: Sequence[Reader], ended: Sequence[Reader]) -> bool:
+        """Called from any thread. Readers in ``news`` have new output; those in ``ended`` have their last one. False:
+        the event loop is closed, and nobody waits any more."""
+        try:
             self.loop.call_soon_threadsafe(self._deliver, news, ended)
+        except RuntimeError:
+            return False
+        return True
 
     def _deliver(self, news: Sequence[Reader], ended: Sequence[Reader]) -> None:
         for reader in ended:

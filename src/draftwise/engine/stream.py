@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Protocol, Self
 
 from draftwise.engine.group import Reading, RequestGroup, TextPiece
+from draftwise.engine.loops import running_loop
 from draftwise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from draftwise.engine.readers import Readers
 from draftwise.engine.workers import Lane, Workers
+from draftwise.errors import RequestError
 from draftwise.sampling.params import SamplingParams
 
 _MANY = 2000
@@ -111,10 +113,20 @@ class RequestStream:
 
         Raises RequestError if it is invalid, EngineDeadError if the engine failed or was closed.
         """
+        self._check_loop()
         if self._task is not None:
             await asyncio.wait([self._task])  # goes on if the waiting task is cancelled
         if self._error is not None:
             raise self._error
+
+    def _check_loop(self) -> None:
+        """Raises RequestError in another event loop than the one that is told of news: there one would wait for
+        ever."""
+        if running_loop() is not self.readers.loop:
+            raise RequestError(
+                "these outputs are for the event loop in which the request was submitted, and another one runs: submit "
+                "it where its outputs are read"
+            )
 
     # ----------------------------------------------------------------------------------------------- outputs
 
@@ -139,6 +151,7 @@ class RequestStream:
         """The next output of `pieces` or of the iteration. Raises StopAsyncIteration at the end, and their errors."""
         if self._ended:
             raise StopAsyncIteration
+        self._check_loop()
         if self._group is None:
             await self.ready()
             if self._group is None:
@@ -183,11 +196,14 @@ class RequestStream:
                 self.readers.loop.call_soon_threadsafe(self._task.cancel)
 
 
-def wake(touched: Mapping[RequestStream, bool]) -> None:
+def wake(touched: Mapping[RequestStream, bool]) -> list[RequestStream]:
     """Wake readers from the engine's thread, with one call per event loop. Value: whether this was the last
-    output."""
+    output. Returns those that can never read, because their event loop was closed."""
     by_loop: dict[Readers, tuple[list[RequestStream], list[RequestStream]]] = {}
     for stream, ended in touched.items():
         by_loop.setdefault(stream.readers, ([], []))[ended].append(stream)
+    gone: list[RequestStream] = []
     for readers, (news, ends) in by_loop.items():
-        readers.tell(news, ends)
+        if not readers.tell(news, ends):
+            gone += [*news, *ends]
+    return gone

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from draftwise import lifetime
+from draftwise.engine.loops import running_loop
 from draftwise.errors import EngineDeadError
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class Workers:
     def submit(self, lane: Lane, work: Callable[[], T]) -> asyncio.Future[T]:
         """Run ``work`` in a thread; the future belongs to the running event loop. Cancelling it drops work that has
         not begun, and the result of work that has."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[T] = running_loop().create_future()
         job = _Job(work, future)
         with self._lock:
             if self._closed:
