@@ -4,6 +4,7 @@ drains."""
 from __future__ import annotations
 
 import math
+import os
 
 from draftwise.server.config import ServerConfig
 from draftwise.server.engine import ServedEngine
@@ -32,14 +33,19 @@ class Admission:
         self._engine = engine
         self._config = config
         self._max_num_seqs = max_num_seqs
+        self._process = os.getpid()
         self.draining = False
         self.num_requests = 0
         self.num_samples = 0
 
+    def check_alive(self) -> None:
+        """Raises APIError (503) if the engine is dead."""
+        if not self._engine.is_alive:
+            raise engine_dead(forked=os.getpid() != self._process)
+
     def enter(self, samples: int) -> Ticket:
         """Admit a request with this many samples. Raises APIError: 503 when the server ends, 429 when it is full."""
-        if not self._engine.is_alive:
-            raise engine_dead()
+        self.check_alive()
         if self.draining:
             raise shutting_down()
         if samples > self._config.max_samples:

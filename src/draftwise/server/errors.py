@@ -91,8 +91,15 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return APIError(400, message, param=param, code=code)
 
 
-def engine_dead() -> APIError:
-    return APIError(503, "the engine has failed; the server is going down", code="engine_dead")
+def engine_dead(*, forked: bool = False) -> APIError:
+    """``forked``: this process has a copy of another one's engine."""
+    says = "the engine has failed; the server is going down"
+    if forked:
+        says = (
+            "the engine runs in the process that this one was forked from: build it in each worker "
+            "(gunicorn without --preload)"
+        )
+    return APIError(503, says, code="engine_dead")
 
 
 def shutting_down() -> APIError:

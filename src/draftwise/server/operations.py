@@ -12,7 +12,7 @@ from draftwise import __version__
 from draftwise.metrics import Metrics, Source
 from draftwise.server.context import Context
 from draftwise.server.engine import ServedFleet
-from draftwise.server.errors import APIError, engine_dead
+from draftwise.server.errors import APIError
 from draftwise.server.page import Page
 
 _POOLING = "this server generates text; it has no embeddings, classes or scores"
@@ -73,8 +73,7 @@ def add_operations(
     @app.get("/ping", summary="The same")
     @app.post("/ping", summary="The same")
     async def health() -> Response:
-        if not context.engine.is_alive:
-            raise engine_dead()
+        context.admission.check_alive()
         if context.admission.draining:
             raise APIError(503, "the server is shutting down", code="shutting_down")
         if isinstance(context.engine, ServedFleet):
