@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,35 @@ def test_other_weights_formats_and_dtypes_have_folders_of_their_own(folder: str,
     ]
     assert len(list(cache.iterdir())) == 4
     assert not torch.equal(results[0], results[1])
+
+
+def test_what_another_process_has_written_meanwhile_stays(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be reading it."""
+    want = logits(folder, "int8", None)
+    write, others = rounded._write, []
+
+    def slower(target: Path, *args: Any) -> None:
+        write(target, *args)
+        place = tmp_path / target.name[1:].rpartition(".")[0]
+        shutil.copytree(target, place)
+        others.append((place, place.stat().st_ino))
+
+    monkeypatch.setattr(rounded, "_write", slower)
+    assert torch.equal(logits(folder, "int8", tmp_path), want)
+    [(place, inode)] = others
+    assert place.stat().st_ino == inode and list(tmp_path.iterdir()) == [place]
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(ConfigError, match="name a folder"):
+        rounded.default_cache()
 
 
 @pytest.mark.parametrize("damage", ["byte", "missing", "manifest"])

@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftwise.errors import ConfigError
 from draftwise.models.checkpoint import TensorEntry, copy_tensors
 from draftwise.models.source import read_raw
 from draftwise.quantization.scheme import Scheme
@@ -50,8 +51,13 @@ Stacked = Sequence[tuple[str, int]]
 
 
 def default_cache() -> Path:
-    """Where rounded weights are kept if the user says "auto"."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where rounded weights are kept if the user says "auto". Raises ConfigError."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a container's user that no file names
+        raise ConfigError(
+            "quantization_cache: there is no home directory for 'auto'; name a folder"
+        ) from None
     return Path(base, "draftwise", "quantized")
 
 
@@ -90,6 +96,8 @@ def cached_checkpoint(
         try:
             _write(temporary, folder, scheme, dtype, entries, linears)
             if place.is_dir():
+                if _damage(place) is None:
+                    return place  # another process was quicker, and may be reading
                 shutil.rmtree(place)
             temporary.rename(place)
         finally:
