@@ -13,6 +13,7 @@ from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import RULE, RULES, SeatMemory
 from draftwise.graphs.seats.rows import SHAPES, LoopRows, static_of
 from draftwise.graphs.seats.rules import Deciding
+from draftwise.kernels.triton import device
 from draftwise.kernels.triton import verify as rules
 from draftwise.kernels.triton.availability import LAUNCH
 from draftwise.kernels.triton.rows import compact_paths, power_of_two
@@ -50,14 +51,12 @@ class SeatVerification:
 
 def begin(memory: SeatMemory, batch: StepInput, spare_slot: int, verification: SeatVerification) -> None:
     """As `.rows.begin`; besides, the table of drafts is made."""
-    from draftwise.kernels.triton.device import seats as device
-
     static, tables = static_of(batch), memory.tables
     given = (memory.state, memory.told, memory.now, tables, batch.token_ids, batch.positions, batch.slots)
     made = (static.context, static.is_tree, static.ancestors)
     known = (memory.forms, verification.batch.table, verification.sources, memory.told.stride(0))
     sizes = (tables.shape[1], spare_slot, memory.drafts, memory.shared_forms, static.rows)
-    device.begin_rows[(len(static.context),)](
+    device.seats.begin_rows[(len(static.context),)](
         *given,
         *made,
         *known,
@@ -103,8 +102,6 @@ def _members(memory: SeatMemory, mine: Tensor) -> Tensor:
 
 def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> None:
     """As `.rows.advance`."""
-    from draftwise.kernels.triton.device import seats as device
-
     given = [memory.now] * 14  # where there is no drafter, nothing is written to these
     sizes, rows, flags = [0] * 8, 0, {"DRAFTER": 0, "TREE": 0, "KIND": 0}
     if loop is not None:
@@ -117,7 +114,7 @@ def advance(memory: SeatMemory, count: int, loop: LoopRows | None = None) -> Non
         sizes = [static.tables.shape[1], seats.noise.shape[1], len(seats.reach) - 1, loop.number]
         sizes += [loop.max_len, loop.spare_slot, loop.spare_block, loop.source]
         flags = {"DRAFTER": 1 + loop.head, "TREE": SHAPES.index(loop.shape), "KIND": _KINDS[loop.kind]}
-    device.advance_rows[(count,)](
+    device.seats.advance_rows[(count,)](
         *_words(memory),
         *given,
         *sizes,
@@ -144,25 +141,21 @@ def compact(memory: SeatMemory, count: int, width: int, slots: Tensor, pools: Se
 
 def finish(memory: SeatMemory, count: int, loop: LoopRows) -> None:
     """As `.rows.finish`."""
-    from draftwise.kernels.triton.device import seats as device
-
     drafted, form = loop.seats.tokens, loop.seats.form
     assert drafted.is_contiguous()
     steps, kept = drafted.shape[1], drafted if form is None else form
     flags = {"DYNAMIC": form is not None, "BLOCK": power_of_two(steps + 1)}
-    device.keep_drafts[(count,)](
+    device.seats.keep_drafts[(count,)](
         *_words(memory), drafted, kept, memory.own_forms, steps, loop.number, **flags, **LAUNCH
     )
 
 
 def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     """As `.lookup.look_up`."""
-    from draftwise.kernels.triton.device import lookup as device
-
     text, past, paths = memory.text, memory.past, memory.paths
     texts = (text, past if look.past else text, paths, text.stride(0), len(past))
     asked = (look.steps, number, look.longest, look.shortest, *look.line, look.least or 0.0)
-    device.look_up[(count,)](
+    device.lookup.look_up[(count,)](
         *_words(memory),
         *texts,
         *asked,
@@ -174,6 +167,6 @@ def look_up(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
         **LAUNCH,
     )
     if look.joins:
-        device.join_found[(count,)](
+        device.lookup.join_found[(count,)](
             *_words(memory), memory.own_forms, paths, BLOCK=power_of_two(memory.drafts), **LAUNCH
         )

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from draftwise.attention.base import MAX_TREE_ROWS, AttentionBackend
+from draftwise.kernels.triton import device
 from draftwise.kernels.triton.availability import LAUNCH, interpreted
 from draftwise.kernels.triton.prompts import flash_serves, prompt_attention, prompt_requests, prompt_runs
 from draftwise.kernels.triton.rows import as_bytes, power_of_two
@@ -110,9 +111,6 @@ class TritonAttention(AttentionBackend):
         out: Tensor | None = None,
         whole: bool = False,
     ) -> Tensor:
-        from draftwise.kernels.triton.device import attention as device
-        from draftwise.kernels.triton.device import split
-
         rows, heads, dim = q.shape
         result = q.new_empty(rows, heads * dim) if out is None else out
         if rows == 0:
@@ -158,14 +156,14 @@ class TritonAttention(AttentionBackend):
             numbers = (q.stride(0), prepared.tables.stride(0), first, num_slots, scale, softcap or 1.0)
             if tiling.fixed:
                 programs = min(num_slots, max(1, _PROGRAMS // ((end - begin) * num_kv_heads)))
-                device.partial_attention[(end - begin, num_kv_heads, programs)](
+                device.attention.partial_attention[(end - begin, num_kv_heads, programs)](
                     *given, prepared.paths, *partial, *numbers, window or 0, **parts, **shared
                 )
             else:
-                split.split_attention[(end - begin, num_kv_heads, num_slots)](
+                device.split.split_attention[(end - begin, num_kv_heads, num_slots)](
                     *given, prepared.masks, *partial, *numbers, window or 0, tiling.slots, **shared
                 )
-            device.combine_partitions[(piece_rows, heads)](
+            device.attention.combine_partitions[(piece_rows, heads)](
                 *partial,
                 prepared.positions,
                 ends,
@@ -302,12 +300,12 @@ def _tree_rows(
     masks: Tensor, owners: Tensor, starts: Tensor, context: Tensor, is_tree: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row [T] its position, its last key, and its path [T, 64]."""
-    from draftwise.kernels.triton.device.attention import tree_rows
-
     positions, lasts = torch.empty((2, len(masks)), dtype=torch.int32, device=masks.device)
     paths = torch.empty((len(masks), 64), dtype=torch.int32, device=masks.device)
     made = (positions, lasts, paths)
-    tree_rows[(len(masks),)](masks, owners, starts, context, is_tree, *made, num_warps=1, **LAUNCH)
+    device.attention.tree_rows[(len(masks),)](
+        masks, owners, starts, context, is_tree, *made, num_warps=1, **LAUNCH
+    )
     return made
 
 

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from draftwise.kernels.triton import device
 from draftwise.kernels.triton.availability import LAUNCH
 from draftwise.kernels.triton.rows import power_of_two
 
@@ -48,13 +49,11 @@ def next_rows(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> Ne
         step: which draft.
         where: the requests' slots.
     """
-    from draftwise.kernels.triton.device import inputs as device
-
     requests, block, tables = start.shape[0], 64, where.tables
     positions, slots = torch.empty((2, requests), dtype=torch.int64, device=start.device)
     rows = NextRows(positions, slots, torch.empty(requests, dtype=torch.int32, device=start.device))
     limits = (tables.stride(0), tables.shape[1], where.position_offset, where.max_position, where.spare_slot)
-    device.next_rows[(-(-requests // block),)](
+    device.inputs.next_rows[(-(-requests // block),)](
         start, length, tables, *rows, requests, step, *limits, PAGE=where.block_size, BLOCK=block, **LAUNCH
     )
     return rows
@@ -89,8 +88,6 @@ def best_tokens(
             same.
         totals: whether the sums are wanted.
     """
-    from draftwise.kernels.triton.device import inputs as device
-
     rows, vocab = logits.shape
     assert 1 <= count <= vocab
     values = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
@@ -101,7 +98,7 @@ def best_tokens(
             scales = torch.ones(rows, dtype=torch.float32, device=logits.device)
         scores, found, sums = _best_of_parts(logits, scales, count, keys, ids, totals)
         parts, padded = scores.shape[1:]
-        device.best_of_all[(rows,)](
+        device.inputs.best_of_all[(rows,)](
             scores,
             found,
             sums,
@@ -125,8 +122,6 @@ def _best_of_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each part of a row the best scores [R, parts, >= K] and their tokens; if ``totals``, also its sum of
     exp(score - best) [R, parts]."""
-    from draftwise.kernels.triton.device import inputs as device
-
     rows, vocab = logits.shape
     part = min(_PART, power_of_two(vocab))
     assert logits.stride(1) == 1 and count <= part, "a part finds all of them"
@@ -134,7 +129,7 @@ def _best_of_parts(
     scores = torch.empty(sizes, dtype=torch.float32, device=logits.device)
     found = torch.empty_like(scores, dtype=torch.int32)
     sums = torch.empty(sizes[:2], dtype=torch.float32, device=logits.device)
-    device.part_of_best[(rows, sizes[1])](
+    device.inputs.part_of_best[(rows, sizes[1])](
         logits,
         scales,
         scales if keys is None else keys,
@@ -167,13 +162,11 @@ def add_biases(logits: Tensor, at: Tensor, ids: Tensor | None = None) -> Tensor:
     Returns:
         ``logits``. Minus infinity counts as `EXCLUDED`.
     """
-    from draftwise.kernels.triton.device import inputs as device
-
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     part, sizes = min(_PART, power_of_two(vocab)), (vocab, logits.stride(0), rows // at.shape[0])
     flags = {"MAPPED": ids is not None, "LEAST": EXCLUDED, "PART": part}
-    device.add_biases[(rows, -(-vocab // part))](
+    device.inputs.add_biases[(rows, -(-vocab // part))](
         logits, at, at if ids is None else ids, *sizes, **flags, **LAUNCH
     )
     return logits
@@ -194,8 +187,6 @@ def sample_tokens(
     Returns:
         Tokens, int64 [R]. A token of probability 0 is never drawn.
     """
-    from draftwise.kernels.triton.device import inputs as device
-
     rows, vocab = logits.shape
     assert q.stride(1) == 1 and q.shape == logits.shape
     tops, _, sums = _best_of_parts(logits, scales, 1, None, None, True)
@@ -203,11 +194,11 @@ def sample_tokens(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     part, parts = min(_PART, power_of_two(vocab)), sums.shape[1]
     options = {"PART": part, "PARTS_PAD": power_of_two(parts), **LAUNCH}
-    device.part_of_softmax[(rows, parts)](
+    device.inputs.part_of_softmax[(rows, parts)](
         logits, scales, tops, sums, q, masses, vocab, logits.stride(0), q.stride(0), **options
     )
     strides, kept = (q.stride(0), uniforms.stride(0)), tokens if ids is None else ids
-    device.draw_sampled[(rows,)](
+    device.inputs.draw_sampled[(rows,)](
         q, masses, uniforms, kept, tokens, vocab, *strides, parts, MAPPED=ids is not None, **options
     )
     return tokens

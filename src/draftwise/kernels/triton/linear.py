@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.handles import Linear
+from draftwise.kernels.triton import device
 from draftwise.kernels.triton.availability import LAUNCH, interpreted, reads_fp8
 from draftwise.kernels.triton.rows import as_bytes, power_of_two
 from draftwise.quantization.weights import QuantizedWeight
@@ -144,8 +145,6 @@ def linear(
     x: Tensor, layer: TritonLinear, out: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """``x`` [T, K] (rows may be strided) -> [T, N] of ``dtype`` (default: x's)."""
-    from draftwise.kernels.triton.device import linear as device
-
     rows, outputs = x.shape[0], layer.weight.shape[0]
     assert x.shape[1] == layer.inputs
     if layer.bits == 16 and not layer.invariant:
@@ -186,7 +185,7 @@ def linear(
     flags = {"BITS": layer.bits, "CODES": layer.dynamic, "HAS_BIAS": layer.bias is not None}
     groups = 1 if layer.bits != 4 else scales.shape[1]
     sizes = (rows, outputs, layer.inputs, x.stride(0), groups, layer.part_inputs)
-    device.linear[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m), parts if apart else 1)](
+    device.linear.linear[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m), parts if apart else 1)](
         x,
         row_scales,
         weight,
@@ -210,7 +209,7 @@ def linear(
     )
     if apart:
         block = min(1024, power_of_two(outputs))
-        device.add_parts[(rows, -(-outputs // block))](
+        device.linear.add_parts[(rows, -(-outputs // block))](
             sums, row_scales, scales, bias, result, rows, outputs, PARTS=parts, BLOCK=block, **flags, **LAUNCH
         )
     return result
@@ -232,12 +231,10 @@ def _is_narrow(x: Tensor, layer: TritonLinear) -> bool:
 
 def narrow(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """``x`` [T, K] @ ``weight`` [N, K].T -> ``out`` [T, N], of any type; T is at most `NARROW_ROWS`."""
-    from draftwise.kernels.triton.device.narrow import narrow_linear
-
     blocks = {"BLOCK_M": 16, "BLOCK_N": _NARROW_N, "BLOCK_K": _NARROW_K}
     wide = interpreted() and x.dtype is torch.bfloat16
     options = {"num_warps": 2, "num_stages": 6, **LAUNCH}
-    narrow_linear[(-(-weight.shape[0] // _NARROW_N),)](
+    device.narrow.narrow_linear[(-(-weight.shape[0] // _NARROW_N),)](
         x, weight, out, x.shape[0], *weight.shape, x.stride(0), WIDE=wide, **blocks, **options
     )
     return out
@@ -251,14 +248,12 @@ def _readable(codes: Tensor) -> Tensor:
 def quantize_rows(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x`` [T, K] -> codes [T, K] of ``kind`` (int8 or float8_e4m3fn), scales [T] float32, one per row; see
     `quantization.weights.quantize_rows`."""
-    from draftwise.kernels.triton.device import linear as device
-
     rows, size = x.shape
     codes = torch.empty((rows, size), dtype=kind, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         floats = kind is torch.float8_e4m3fn
-        device.quantize_rows[(rows,)](
+        device.linear.quantize_rows[(rows,)](
             x, as_bytes(codes), scales, size, x.stride(0), FLOATS=floats, BLOCK=power_of_two(size), **LAUNCH
         )
     return codes, scales

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.stacked import StackedAdditions
+from draftwise.kernels.triton import device
 from draftwise.kernels.triton.availability import LAUNCH, interpreted
 from draftwise.kernels.triton.rows import power_of_two
 
@@ -20,8 +21,6 @@ _PART_INPUTS = 1024
 
 def add_low_rank(x: Tensor, out: Tensor, additions: StackedAdditions, site: int) -> None:
     """`Ops.add_low_rank`; rows of both may be strided."""
-    from draftwise.kernels.triton.device import low_rank as device
-
     stack, rows = additions.stacks[site], additions.rows
     columns, inputs = stack.down.shape[1:]
     requests = additions.places.shape[0]
@@ -32,12 +31,12 @@ def add_low_rank(x: Tensor, out: Tensor, additions: StackedAdditions, site: int)
     shared = {"TILES": tiles, "PARTS": parts, "WIDE": wide, "BLOCK_M": _BLOCK_M, **LAUNCH}
     sizes = (rows, inputs, columns, _PART_INPUTS, x.stride(0))
     block_k = min(_BLOCK_K, max(16, power_of_two(inputs)))
-    device.low_rank_down[(requests * tiles, -(-columns // _BLOCK_R), parts)](
+    device.low_rank.low_rank_down[(requests * tiles, -(-columns // _BLOCK_R), parts)](
         x, stack.down, additions.places, low, *sizes, BLOCK_R=_BLOCK_R, BLOCK_K=block_k, **shared
     )
     widest = max(stop - start for start, stop, _ in stack.bounds)
     given = (low, stack.up, stack.parts, additions.places, out)
     strides = (rows, stack.up.shape[1], columns, out.stride(0))
-    device.low_rank_up[(requests * tiles, -(-widest // _BLOCK_N), len(stack.bounds))](
+    device.low_rank.low_rank_up[(requests * tiles, -(-widest // _BLOCK_N), len(stack.bounds))](
         *given, *strides, RANK=additions.rank, BLOCK_N=_BLOCK_N, **shared
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.base import HeadShape
+from draftwise.kernels.triton import device
 from draftwise.kernels.triton.availability import LAUNCH
 from draftwise.kernels.walk import Walk
 from draftwise.kv.storage import LARGEST
@@ -34,15 +35,13 @@ def rms_norm(
 ) -> Tensor:
     """``x`` [T, H] (rows may be strided), ``weight`` [H] float32 -> [T, H]; ``residual`` [T, H]: += x in place, and
     the sum is what is normalised."""
-    from draftwise.kernels.triton.device import rows as device
-
     count, size = x.shape
     result = torch.empty((count, size), dtype=x.dtype, device=x.device) if out is None else out
     if count:
         assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
         added, block = x if residual is None else residual, power_of_two(size)
         flags = {"ADD": residual is not None, "BLOCK": block, "num_warps": warps_for(block)}
-        device.rms_norm[(count,)](
+        device.rows.rms_norm[(count,)](
             x, added, weight, result, x.stride(0), result.stride(0), size, eps, **flags, **LAUNCH
         )
     return result
@@ -50,13 +49,11 @@ def rms_norm(
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """``gate_up`` [T, 2 * I] -> silu(gate) * up, [T, I]."""
-    from draftwise.kernels.triton.device import rows as device
-
     count, size = gate_up.shape[0], gate_up.shape[1] // 2
     result = gate_up.new_empty((count, size)) if out is None else out
     if count:
         block = min(_BLOCK, power_of_two(size))
-        device.silu_mul[(count, -(-size // block))](
+        device.rows.silu_mul[(count, -(-size // block))](
             gate_up, result, size, gate_up.stride(0), BLOCK=block, **LAUNCH
         )
     return result
@@ -64,15 +61,13 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 
 def gather_rows(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """``table`` [N, ...] dense, ``index`` [T] int64 -> [T, ...]."""
-    from draftwise.kernels.triton.device import rows as device
-
     assert table.is_contiguous() and index.is_contiguous()
     count = index.shape[0]
     result = table.new_empty((count, *table.shape[1:])) if out is None else out
     size = table[0].numel()
     if count and size:
         block = min(_BLOCK, power_of_two(size))
-        device.gather_rows[(count, -(-size // block))](table, index, result, size, BLOCK=block, **LAUNCH)
+        device.rows.gather_rows[(count, -(-size // block))](table, index, result, size, BLOCK=block, **LAUNCH)
     return result
 
 
@@ -87,8 +82,6 @@ def rope_write(
     out: Tensor | None = None,
 ) -> Tensor:
     """As `Ops.qkv_rope_write`; ``angles`` [T, 2, D / 2] float32: cosines, sines; norms: weight [D] float32, epsilon."""
-    from draftwise.kernels.triton.device import rows as device
-
     num_q, num_kv, dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
     count = qkv.shape[0]
     assert qkv.stride(1) == 1 and angles.is_contiguous() and slots.is_contiguous() and kv[0].is_contiguous()
@@ -96,7 +89,7 @@ def rope_write(
     if count:
         norms = (*(q_norm or (angles, 0.0)), *(k_norm or (angles, 0.0)))
         written = (queries, as_bytes(kv[0]), kv[-1])
-        device.rope_write[(count, num_q + 2 * num_kv)](
+        device.rows.rope_write[(count, num_q + 2 * num_kv)](
             qkv,
             angles,
             *norms,
@@ -126,8 +119,6 @@ def compact_paths(pool: Tensor, slots: Tensor, roots: Tensor, walk: Walk) -> Non
         roots: [R] int64, rows of the requests' roots; their nodes follow.
         walk: the accepted paths of R requests.
     """
-    from draftwise.kernels.triton.device import rows as device
-
     requests, nodes = roots.shape[0], walk.num_nodes
     if not requests or not nodes or not pool.numel():
         return
@@ -135,6 +126,6 @@ def compact_paths(pool: Tensor, slots: Tensor, roots: Tensor, walk: Walk) -> Non
     size = pool[0, 0].numel()
     block = min(256, power_of_two(size))
     sizes, flags = (size, pool.stride(0), nodes), {"NODES_PAD": power_of_two(nodes), "BLOCK": block}
-    device.compact_paths[(requests, pool.shape[0], -(-size // block))](
+    device.rows.compact_paths[(requests, pool.shape[0], -(-size // block))](
         pool, slots, roots, walk.packed, *sizes, **flags, **LAUNCH
     )

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draftwise.kernels.triton import device
 from draftwise.kernels.triton.availability import LAUNCH
 from draftwise.kernels.triton.rows import power_of_two
 from draftwise.kernels.walk import Walk
@@ -101,11 +102,9 @@ def walk_trees(logits: Tensor, batch: DraftBatch, members: Tensor, *, coupled: b
         members: [n] int32, which of them are decided.
         coupled: the target wants argmax(logit + shared Gumbel noise), else argmax(logit); ties go to the lowest id.
     """
-    from draftwise.kernels.triton.device import verify as device
-
     (table, walk), wanted = batch, _wanted(logits, batch, members, noisy=coupled)
     parts = wanted.best.shape[2]
-    device.walk_trees[(len(members),)](
+    device.verify.walk_trees[(len(members),)](
         table, members, walk.packed, *wanted, walk.num_nodes, parts, PARTS_PAD=power_of_two(parts), **LAUNCH
     )
 
@@ -121,8 +120,6 @@ def _wanted(
     logits: Tensor, batch: DraftBatch, members: Tensor, *, noisy: bool = False, none: bool = False
 ) -> _Wanted:
     """``noisy``: of logit + shared Gumbel noise. ``none``: nobody reads it."""
-    from draftwise.kernels.triton.device import verify as device
-
     table, nodes, vocab = batch.table, batch.walk.num_nodes, logits.shape[1]
     assert logits.stride(1) == 1 and table.is_contiguous()
     parts = -(-vocab // _PART)
@@ -131,7 +128,7 @@ def _wanted(
     found = _Wanted(best, torch.empty(shape, dtype=torch.int32, device=logits.device))
     if not none:
         strides, sizes = (vocab, logits.stride(0), nodes), {"PART": _PART, "BLOCK": _block(vocab)}
-        device.wanted_parts[(len(members), nodes + 1, parts)](
+        device.verify.wanted_parts[(len(members), nodes + 1, parts)](
             logits, table, members, *found, *strides, NOISY=noisy, **sizes, **LAUNCH
         )
     return found
@@ -147,34 +144,31 @@ def reject_chains(p: Tensor, batch: DraftBatch, members: Tensor, *, block: bool)
         members: [n] int32, which of them are decided.
         block: rule ``block``.
     """
-    from draftwise.kernels.triton.device import verify as device
-
     (table, walk), count, vocab = batch, len(members), p.shape[1]
     nodes, ends = walk.num_nodes, _new_ends(members)
+    given = (p, table, members, walk.packed, *ends)
     assert p.is_contiguous() and table.is_contiguous()
     if not block:
-        device.judge_chains[(count,)](p, table, members, walk.packed, *ends, vocab, nodes, **LAUNCH)
+        device.verify.judge_chains[(count,)](*given, vocab, nodes, **LAUNCH)
     else:
         masses = torch.empty((count, max(1, nodes)), dtype=torch.float64, device=p.device)
         if nodes > 1:
-            device.block_masses[(count, nodes - 1)](
+            device.verify.block_masses[(count, nodes - 1)](
                 p, table, members, masses, vocab, nodes, BLOCK=_block(vocab), **LAUNCH
             )
-        device.judge_blocks[(count,)](p, table, members, walk.packed, *ends, masses, vocab, nodes, **LAUNCH)
+        device.verify.judge_blocks[(count,)](*given, masses, vocab, nodes, **LAUNCH)
     _draw(p, p, *ends, members, walk)
 
 
 def reject_trees(p: Tensor, batch: DraftBatch, members: Tensor) -> None:
     """Rejection among siblings (SpecInfer, arXiv:2305.09781; without replacement: Sequoia, arXiv:2402.12374), for trees
     under rules ``rejection`` and ``block``; arguments as in `reject_chains`."""
-    from draftwise.kernels.triton.device import verify as device
-
     (table, walk), vocab = batch, p.shape[1]
     assert p.is_contiguous() and table.is_contiguous()
     for some in torch.split(members, max(1, _SCRATCH_BYTES // (12 * vocab))):
         scratch = torch.empty((len(some), 3, vocab), dtype=torch.float32, device=p.device)
         ends, sizes = _new_ends(some), (vocab, walk.num_nodes)
-        device.reject_trees[(len(some),)](
+        device.verify.reject_trees[(len(some),)](
             p, table, some, walk.packed, *ends, scratch, *sizes, BLOCK=_block(vocab), **LAUNCH
         )
         _draw(p, scratch, *ends, some, walk)
@@ -189,13 +183,11 @@ def keep_at_rates(
         rates: [n] float64, see `verify.rates`.
         p: [M, V] float32, that the last token is drawn from; None: it is the most likely one.
     """
-    from draftwise.kernels.triton.device import rates as device
-
     (table, walk), sampled = batch, p is not None
     wanted, ends = _wanted(logits, batch, members, none=sampled), _new_ends(members)
     parts = wanted.best.shape[2]
     sizes, flags = (len(rates), walk.num_nodes, parts), {"SAMPLED": sampled, "PARTS_PAD": power_of_two(parts)}
-    device.keep_at_rates[(len(members),)](
+    device.rates.keep_at_rates[(len(members),)](
         table, members, walk.packed, *ends, rates, *wanted, *sizes, **flags, **LAUNCH
     )
     if p is not None:
@@ -205,18 +197,16 @@ def keep_at_rates(
 def keep_typical(logits: Tensor, p: Tensor, batch: DraftBatch, members: Tensor, *, sampled: bool) -> None:
     """Rule ``typical`` (Medusa, arXiv:2401.10774); arguments as in `walk_trees` and `keep_at_rates`. ``sampled``: the
     last token is drawn from p."""
-    from draftwise.kernels.triton.device import rates as device
-
     (table, walk), count, vocab = batch, len(members), logits.shape[1]
     assert p.is_contiguous()
     nodes, ends = walk.num_nodes, _new_ends(members)
     wanted = _wanted(logits, batch, members, none=sampled)
     parts, stride = wanted.best.shape[2], logits.stride(0)
     entropies = torch.empty((count, nodes + 1), dtype=torch.float64, device=p.device)
-    device.entropies[(count, nodes + 1)](
+    device.rates.entropies[(count, nodes + 1)](
         logits, p, table, members, entropies, vocab, stride, nodes, BLOCK=_block(vocab), **LAUNCH
     )
-    device.keep_typical[(count,)](
+    device.rates.keep_typical[(count,)](
         p,
         table,
         members,
@@ -253,11 +243,11 @@ def _new_ends(members: Tensor) -> tuple[Tensor, Tensor]:
 
 def _draw(p: Tensor, scratch: Tensor, ends: Tensor, numbers: Tensor, members: Tensor, walk: Walk) -> None:
     """Draw the last tokens by inverse CDF: which part of the vocabulary, then which token in it."""
-    from draftwise.kernels.triton.device import draws as device
-
     count, vocab = len(members), p.shape[1]
     parts, given = -(-vocab // _PART), (p, scratch, ends, numbers)
     options = {"PART": _PART, "BLOCK": _block(vocab), **LAUNCH}
     masses = torch.empty((count, parts, 2), dtype=torch.float64, device=p.device)
-    device.residual_masses[(count, parts)](*given, masses, vocab, **options)
-    device.draw_last[(count,)](*given, masses, members, walk.packed, vocab, walk.num_nodes, parts, **options)
+    device.draws.residual_masses[(count, parts)](*given, masses, vocab, **options)
+    device.draws.draw_last[(count,)](
+        *given, masses, members, walk.packed, vocab, walk.num_nodes, parts, **options
+    )
