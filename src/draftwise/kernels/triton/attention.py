@@ -18,7 +18,7 @@ There are two kernels for the slots, and one for their sum:
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -45,32 +45,44 @@ it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Data on the device that depends only on the batch; all int32."""
+class _Layout:
+    """Where the rows of requests stand, on the device; int32."""
 
-    tasks: Tensor  # [N, 3] request, first row, rows; not of those that flash attention does
     tasks_np: npt.NDArray[np.int32]
+    tasks: Tensor  # [N, 3] request, first row, rows; not of those that flash attention does
+    starts: Tensor  # [R + 1]
+    owners: Tensor  # [T]
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """Data on the device that depends only on the batch, int32, and what one small kernel makes of it."""
+
+    layout: _Layout
+    masks: Tensor  # [T] int64, of a tree's row the rows of the tree on its path
     context: Tensor  # [R]
     first_key: Tensor  # [R]
     is_tree: Tensor  # [R] 0 or 1
     tables: Tensor  # [R, max blocks]
-    positions: Tensor  # [T]
-    ends: Tensor
-    """[T], the last position that a row may see: its own, or of `whole` requests their last row's."""
-    lasts: Tensor  # [T], the last key that a row may see: of a tree's row where it stands itself, else `ends`
-    paths: Tensor  # [T, 64]; of a tree's row, its d-th ancestor's row in the tree; else undefined
-    masks: Tensor  # [T] int64, of a tree's row the rows of the tree on its path
     num_keys: int  # the largest position + 1 that any row may have
+    last_rows: Tensor | None  # [T], of `whole` requests the position of their last row
+    positions: Tensor = field(init=False)  # [T]
+    ends: Tensor = field(init=False)  # [T], the last position that a row may see: its own, or `last_rows`
+    lasts: Tensor = field(init=False)
+    """[T], the last key that a row may see: of a tree's row where it stands itself, else `ends`."""
+    paths: Tensor = field(init=False)
+    """[T, 64]; of a tree's row, its d-th ancestor's row in the tree; else undefined."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where the rows of R requests of N rows each stand, on the device; int32."""
-
-    tasks_np: npt.NDArray[np.int32]
-    tasks: Tensor  # [tasks, 3]
-    starts: Tensor  # [R + 1]
-    owners: Tensor  # [R * N]
+    def __post_init__(self) -> None:
+        rows, layout, place = len(self.masks), self.layout, self.masks.device
+        self.positions, self.lasts = torch.empty((2, rows), dtype=torch.int32, device=place)
+        self.paths = torch.empty((rows, 64), dtype=torch.int32, device=place)
+        given = (self.masks, layout.owners, layout.starts, self.context, self.is_tree)
+        made = (self.positions, self.lasts, self.paths)
+        device.attention.tree_rows[(rows,)](*given, *made, num_warps=1, **LAUNCH)
+        self.ends = self.positions
+        if self.last_rows is not None:
+            self.ends = self.lasts = self.last_rows
 
 
 class TritonAttention(AttentionBackend):
@@ -145,13 +157,15 @@ class TritonAttention(AttentionBackend):
             **({} if tiling.most_registers is None else {"maxnreg": tiling.most_registers}),
             **common,
         }
-        for begin, end in self._pieces(prepared.tasks_np, per_row):
-            first = int(prepared.tasks_np[begin, 1])
-            piece_rows = int(prepared.tasks_np[end - 1, 1] + prepared.tasks_np[end - 1, 2]) - first
+        tasks_np = prepared.layout.tasks_np
+        for begin, end in self._pieces(tasks_np, per_row):
+            first = int(tasks_np[begin, 1])
+            piece_rows = int(tasks_np[end - 1, 1] + tasks_np[end - 1, 2]) - first
             acc = torch.empty((piece_rows, heads, num_slots, dim), dtype=torch.float32, device=q.device)
             best, total = torch.empty((2, piece_rows, heads, num_slots), dtype=torch.float32, device=q.device)
             partial = (acc, best, total)
-            given: tuple[Any, ...] = (q, as_bytes(kv[0]), kv[-1], prepared.tables, prepared.tasks[begin:end])
+            tasks = prepared.layout.tasks[begin:end]
+            given: tuple[Any, ...] = (q, as_bytes(kv[0]), kv[-1], prepared.tables, tasks)
             given += (prepared.context, prepared.first_key, prepared.is_tree, prepared.positions, ends)
             numbers = (q.stride(0), prepared.tables.stride(0), first, num_slots, scale, softcap or 1.0)
             if tiling.fixed:
@@ -221,25 +235,18 @@ class TritonAttention(AttentionBackend):
             tasks.reshape(-1),
             np.repeat(batch.context_len_np + counts - 1, counts if whole else 0).astype(np.int32),
         ]
-        device_parts = parts_to_device(parts, device)
-        words, query_start, row_request, context, first_key, is_tree, flat_tables, flat_tasks, ends = (
-            device_parts
+        words, query_start, row_request, context, first_key, is_tree, flat_tables, flat_tasks, last_rows = (
+            parts_to_device(parts, device)
         )
-        words = words.view(torch.int64)
-        positions, lasts, paths = _tree_rows(words, row_request, query_start, context, is_tree)
         made = _Prepared(
-            tasks=flat_tasks.view(-1, 3),
-            tasks_np=tasks,
-            context=context,
-            first_key=first_key,
-            is_tree=is_tree,
-            tables=flat_tables.view(tables.shape),
-            positions=positions,
-            ends=ends if whole else positions,
-            lasts=ends if whole else lasts,
-            paths=paths,
-            masks=words,
+            _Layout(tasks, flat_tasks.view(-1, 3), query_start, row_request),
+            words.view(torch.int64),
+            context,
+            first_key,
+            is_tree,
+            flat_tables.view(tables.shape),
             num_keys=int((batch.context_len_np + stored + counts)[own > 0].max(initial=1)),
+            last_rows=last_rows if whole else None,
         )
         batch.cache[key] = made
         return made
@@ -259,26 +266,9 @@ class TritonAttention(AttentionBackend):
             layout = _Layout(tasks, *copies)
             self._layouts[requests, n, rows_per_task, device] = layout
         assert static.ancestors.is_contiguous() and static.context.is_contiguous()
-        positions, lasts, paths = _tree_rows(
-            static.ancestors, layout.owners, layout.starts, static.context, static.is_tree
-        )
-        ends = positions
-        if whole:
-            ends = lasts = (static.context + (n - 1))[:, None].repeat(1, n).flatten()
-        return _Prepared(
-            tasks=layout.tasks,
-            tasks_np=layout.tasks_np,
-            context=static.context,
-            first_key=static.first_key,
-            is_tree=static.is_tree,
-            tables=static.tables,
-            positions=positions,
-            ends=ends,
-            lasts=lasts,
-            paths=paths,
-            masks=static.ancestors,
-            num_keys=static.max_keys + n,
-        )
+        last_rows = (static.context + (n - 1))[:, None].repeat(1, n).flatten() if whole else None
+        given = (static.ancestors, static.context, static.first_key, static.is_tree, static.tables)
+        return _Prepared(layout, *given, num_keys=static.max_keys + n, last_rows=last_rows)
 
     def _pieces(self, tasks: npt.NDArray[np.int32], bytes_per_row: int) -> list[tuple[int, int]]:
         """Runs of tasks whose rows stand one behind the other and whose partial results fit the workspace."""
@@ -294,19 +284,6 @@ class TritonAttention(AttentionBackend):
             pieces.append((begin, end))
             begin = end
         return pieces
-
-
-def _tree_rows(
-    masks: Tensor, owners: Tensor, starts: Tensor, context: Tensor, is_tree: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row [T] its position, its last key, and its path [T, 64]."""
-    positions, lasts = torch.empty((2, len(masks)), dtype=torch.int32, device=masks.device)
-    paths = torch.empty((len(masks), 64), dtype=torch.int32, device=masks.device)
-    made = (positions, lasts, paths)
-    device.attention.tree_rows[(len(masks),)](
-        masks, owners, starts, context, is_tree, *made, num_warps=1, **LAUNCH
-    )
-    return made
 
 
 def _tasks(
