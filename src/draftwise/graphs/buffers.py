@@ -117,11 +117,13 @@ class PassBuffers:
 
     def clear(self) -> None:
         """Rows that fill up, and nothing else: for captures."""
-        self._tokens[:] = self._positions[:] = self._place[:] = self._picks[:] = 0
+        self._fill_up()
+        self._device.copy_(self._host)
+
+    def _fill_up(self) -> None:
+        self._host.zero_()
         self._slots[:] = self.tables.spare_slot
         self._masks[:] = 1
-        self._context[:] = self._first_key[:] = self._is_tree[:] = self._adapters[:] = 0
-        self._device.copy_(self._host)
 
     def take_over(self, tables: Tensor, adapters: Tensor | None = None) -> None:
         """On the device: what the host said of first keys is gone, and these are the block tables. Behind a request's
@@ -171,13 +173,10 @@ class PassBuffers:
         counts = np.diff(starts)
         count, total = len(counts), int(starts[-1])
         place = np.arange(total) + np.repeat(np.arange(count) * width - starts[:-1], counts)
-        if total < self.shape.size:
-            self._tokens[:] = self._positions[:] = 0
-            self._slots[:] = self.tables.spare_slot
+        self._fill_up()
         self._tokens[place] = batch.token_ids.numpy()
         self._positions[place] = batch.positions.numpy()
         self._slots[place] = batch.slots.numpy()
-        self._masks[:] = 1
         if attention.ancestors_np is not None:
             masks = attention.ancestors_np.view(np.int64)  # bit 63 is the sign
             self._masks[place] = np.where(masks == 0, 1, masks)  # of a causal request they say nothing
@@ -185,13 +184,9 @@ class PassBuffers:
         if rows is not None:
             self._picks[: len(rows)] = place[rows]
         self._context[:count] = attention.context_len_np
-        self._context[count:] = 0
-        self._first_key[:] = 0
         if attention.first_key_np is not None:
             self._first_key[:count] = attention.first_key_np
         self._is_tree[:count] = attention.is_tree_np
-        self._is_tree[count:] = 0
-        self._adapters[:] = 0
         if adapters is not None:
             assert self.adapted
             self._adapters[:count] = adapters
