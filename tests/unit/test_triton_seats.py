@@ -21,6 +21,7 @@ from tests.fakes.seats import (
     set_rules,
 )
 
+from draftwise.graphs.buffers import static_of
 from draftwise.graphs.loop import LoopKind
 from draftwise.graphs.seats import kernels, rows
 from draftwise.graphs.seats.kernels import SeatVerification
@@ -58,7 +59,7 @@ def test_rows_of_the_targets_pass(width: int, tree: TreeShape | Literal["own"] |
             assert verification.batch.table[:SEATS, 0].tolist() == [s * width for s in range(SEATS)]
         else:
             rows.begin(memory, batch, SPARE)
-        static = rows.static_of(batch)
+        static = static_of(batch)
         made.append(
             [x.tolist() for x in (batch.token_ids, batch.positions, batch.slots, static.context)]
             + [static.is_tree.tolist(), static.ancestors.tolist()]
@@ -111,7 +112,7 @@ def test_what_was_committed_and_the_drafters_rows(drafter: str, kind: LoopKind) 
             form.advance(memory, SEATS, loop)
             form.finish(memory, SEATS, loop)
             assert batch.token_ids.min() == 0
-            static = rows.static_of(batch)
+            static = static_of(batch)
             read = (batch.token_ids, batch.positions, batch.slots, static.context, static.first_key, ends)
             found += [x.tolist() for x in (*read, *seats[:3], seats.noise)]
         made.append([*found, memory.answer.tolist(), memory.own_forms.tolist(), *tensors(memory)])

@@ -133,8 +133,7 @@ class PassBuffers:
             tables: [>= requests, >= blocks, or fewer] int32.
             adapters: [>= requests] places of adapters, for a pass with adapters.
         """
-        static = self.batch.attention.static
-        assert static is not None
+        static = static_of(self.batch)
         width = min(tables.shape[1], static.tables.shape[1])
         own, spare_block = static.tables[:, :width], self.tables.spare_slot // self.tables.block_size
         torch.clamp(tables[: self.shape.requests, :width], max=spare_block, out=own)
@@ -211,6 +210,13 @@ def static_input(
         static=static,
     )
     return StepInput(token_ids, positions, slots, attention)
+
+
+def static_of(batch: StepInput) -> StaticRows:
+    """A captured pass's description of its rows."""
+    static = batch.attention.static
+    assert static is not None
+    return static
 
 
 class PassSeats(NamedTuple):

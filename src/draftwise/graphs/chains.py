@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwise.graphs.buffers import Need, PassBuffers, static_input
+from draftwise.graphs.buffers import Need, PassBuffers, static_input, static_of
 from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
 from draftwise.kernels.triton.inputs import DraftSlots, NextRows, best_tokens, next_rows, sample_tokens
 from draftwise.names import DRAFT, SHARED
@@ -107,8 +107,8 @@ class ChainLoop(DraftLoop):
             Hidden states and features of the last draft's row, [R, H] and [R, F], and the features of all rows.
         """
         first, (requests, width) = self.rows.batch, (self.shape.requests, self.shape.rows)
-        static = first.attention.static
-        assert static is not None and self.seats.carried is not None
+        static = static_of(first)
+        assert self.seats.carried is not None
         features = self.seats.deeper[depth - 1]
         features[:, 0].copy_(self.seats.carried[:, depth - 1])
         features[:, 1:].copy_(given.view(requests, width + depth - 1, -1))
@@ -139,8 +139,7 @@ class ChainLoop(DraftLoop):
     def _first_key(self, depth: int, context: Tensor) -> Tensor:
         """[R] int32: a layer has no rows before its own first key, which stands one behind that of the layer above.
         Requests that fill up see some key all the same."""
-        static = self.rows.batch.attention.static
-        assert static is not None
+        static = static_of(self.rows.batch)
         return torch.minimum(static.first_key + depth, context) if depth else static.first_key
 
     def _draw_all(self) -> None:
@@ -188,13 +187,9 @@ class ChainLoop(DraftLoop):
 
     def _next(self, tokens: Tensor, step: int) -> StepInput:
         """The pass of draft ``step`` of every request: key start + step, stored if another draft of it follows."""
-        drafter, first = self.drafter, self.rows.batch.attention
-        static = first.static
-        assert static is not None
-        size = first.block_size
-        where = DraftSlots(
-            static.tables, size, self.rows.tables.spare_slot, drafter.max_position, drafter.position_offset
-        )
+        drafter, static, tables = self.drafter, static_of(self.rows.batch), self.rows.tables
+        limits = drafter.max_position, drafter.position_offset
+        where = DraftSlots(static.tables, tables.block_size, tables.spare_slot, *limits)
         made = next_rows if self._fused else next_rows_in_torch
         positions, slots, context = made(self.seats.start, self.seats.length, step, where)
         alone = replace(
@@ -206,7 +201,7 @@ class ChainLoop(DraftLoop):
             is_tree=self._zeros,
             ancestors=self._alone,
         )
-        return static_input(tokens, positions, slots, size, alone)
+        return static_input(tokens, positions, slots, tables.block_size, alone)
 
 
 def next_rows_in_torch(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> NextRows:

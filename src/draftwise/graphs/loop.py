@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Graph
-from draftwise.graphs.buffers import PassBuffers, Shape, static_input
+from draftwise.graphs.buffers import PassBuffers, Shape, static_input, static_of
 from draftwise.kernels.select import on_triton
 from draftwise.kernels.triton.inputs import add_biases
 from draftwise.sampling.noise import token_counters
@@ -340,9 +340,7 @@ class DraftLoop(ABC):
             masks: [R, n] int64, ancestors among all rows behind a request's ``start``; None: no trees.
             others: of `StaticRows`, where they are not as in the first pass; ``context`` is ``start`` otherwise.
         """
-        first = self.rows.batch.attention
-        static, size, n = first.static, first.block_size, tokens.shape[1]
-        assert static is not None
+        static, size, n = static_of(self.rows.batch), self.rows.tables.block_size, tokens.shape[1]
         pages = (keys // size).clamp(max=static.tables.shape[1] - 1)
         slots = static.tables.gather(1, pages).long() * size + keys % size
         own = replace(

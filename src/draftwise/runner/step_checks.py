@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Rerun
-from draftwise.graphs.buffers import PassBuffers, Shape, Tables
+from draftwise.graphs.buffers import PassBuffers, Shape, Tables, static_of
 from draftwise.graphs.chains import next_rows_in_torch
 from draftwise.graphs.seats import kernels, rows
 from draftwise.graphs.seats.kernels import SeatVerification
@@ -177,7 +177,7 @@ def _seated(device: torch.device, vocab_size: int, block_size: int, fused: bool)
     memory.walk.packed[:, 1 + drafts :] = 1
     (kernels if fused else rows).advance(memory, seats)
     (kernels.look_up if fused else look_up)(memory, seats, 1, LookUp(drafts, 9, 1, 1.0, 0.0, 0.1, past=True))
-    static = rows.static_of(batch)
+    static = static_of(batch)
     yield from (batch.token_ids, batch.positions, batch.slots, static.context, static.ancestors)
     yield from (memory.state, memory.now, memory.tables, memory.answer, memory.text[:, :-1])
 

@@ -9,9 +9,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from draftwise.graphs.buffers import static_of
 from draftwise.graphs.seats.lookup import LookUp
 from draftwise.graphs.seats.memory import RULE, RULES, SeatMemory
-from draftwise.graphs.seats.rows import SHAPES, LoopRows, static_of
+from draftwise.graphs.seats.rows import SHAPES, LoopRows
 from draftwise.graphs.seats.rules import Deciding
 from draftwise.kernels.triton import device
 from draftwise.kernels.triton import verify as rules

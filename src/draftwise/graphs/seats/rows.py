@@ -13,12 +13,13 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from draftwise.graphs.buffers import static_of
 from draftwise.graphs.loop import LoopKind, LoopSeats
 from draftwise.graphs.seats import memory as at
 from draftwise.graphs.seats.memory import SeatMemory
 from draftwise.names import DRAFT, SHARED
 from draftwise.sampling.noise import device_keys, uniforms_of_keys
-from draftwise.types import StaticRows, StepInput
+from draftwise.types import StepInput
 
 DraftShape = Literal["chain", "static", "dynamic", "masked"]
 SHAPES: Final[tuple[DraftShape, ...]] = ("chain", "static", "dynamic", "masked")
@@ -197,13 +198,6 @@ def compact(memory: SeatMemory, count: int, width: int, slots: Tensor, pools: Se
     sources = torch.where(row <= memory.walk.accepted[:count, None], moved, own).flatten()
     for pool in pools:
         pool.index_copy_(1, own.flatten(), pool.index_select(1, sources))
-
-
-def static_of(batch: StepInput) -> StaticRows:
-    """A captured pass's description of its rows."""
-    static = batch.attention.static
-    assert static is not None
-    return static
 
 
 def _put(
