@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwise.graphs.buffers import Need, PassBuffers, static_input, static_of
-from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
-from draftwise.kernels.triton.inputs import DraftSlots, NextRows, best_tokens, next_rows, sample_tokens
+from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory, inverse_cdf
+from draftwise.kernels.triton.inputs import DraftSlots, NextRows, next_rows, sample_tokens
 from draftwise.names import DRAFT, SHARED
-from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word, uniform
+from draftwise.sampling.noise import row_key, signed_word, uniform
 from draftwise.types import ChainDraws, StepInput
-
-_BELOW_ONE = 1.0 - 2.0**-52
 
 
 class ChainLoop(DraftLoop):
@@ -80,9 +78,8 @@ class ChainLoop(DraftLoop):
         if self.at_once:
             self._draw_all()
             return
-        advance, deeper = self.drafter.advance, self.drafter.deeper
-        assert advance is not None
-        hidden, given = advance(self.rows.batch, self.seats.features)
+        deeper = self.drafter.deeper
+        hidden, given = self._advance(self.rows.batch, self.seats.features)
         hidden = hidden.index_select(0, self.seats.last)
         features = None if given is None else given.index_select(0, self.seats.last)
         for step in range(self.steps):
@@ -92,7 +89,7 @@ class ChainLoop(DraftLoop):
                 assert given is not None
                 hidden, features, given = self._deepen(step + 1, given)
             elif step + 1 < self.steps:
-                alone = deeper[-1] if deeper else advance
+                alone = deeper[-1] if deeper else self._advance
                 hidden, features = alone(self._next(tokens, step), features)
 
     def _deepen(self, depth: int, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,34 +153,17 @@ class ChainLoop(DraftLoop):
 
     def _draw(self, logits: Tensor, step: int) -> Tensor:
         """``logits`` [R, Vd] float32 -> tokens of the target, int64 [R]."""
-        ids = self.drafter.target_ids
         logits = self._biased(logits)
-        if self._fused and self.seats.q is not None:
-            uniforms = self.seats.noise.view(torch.float64)[:, step]
-            q = self.seats.q[:, step]
-            return sample_tokens(logits, q, uniforms, scales=self.seats.scale.float(), ids=ids)
-        if self._fused:
-            noisy = self.kind == "shared"
-            scales = self.seats.scale.float() if noisy else None
-            return best_tokens(
-                logits, scales=scales, keys=self.seats.noise[:, step] if noisy else None, ids=ids
-            ).tokens[:, 0]
-        if self.kind != "argmax":
-            logits = logits * self.seats.scale[:, None].float()
-        if self.kind == "shared":
-            logits = logits + gumbel_of_keys(self.seats.noise[:, step], self._counters)
+        if self.kind == "argmax":
+            return self._best(logits)[:, 0]
+        scales, noise = self.seats.scale.float(), self.seats.noise[:, step]
         if self.seats.q is None:
-            drawn = logits.argmax(-1)
-        else:
-            q = logits.softmax(-1)
-            self.seats.q[:, step].copy_(q)
-            sums = q.cumsum(-1, dtype=torch.float64)
-            # the first sum above u * total: a token of weight 0 is never drawn, u being below 1
-            uniforms = self.seats.noise.view(torch.float64)[:, step : step + 1]
-            targets = uniforms.clamp(max=_BELOW_ONE) * sums[:, -1:]
-            drawn = torch.searchsorted(sums, targets, right=True).squeeze(1)
-            drawn = drawn.clamp(max=q.shape[1] - 1)
-        return drawn if ids is None else ids.index_select(0, drawn)
+            return self._best(logits, 1, scales, noise)[:, 0]
+        q, uniforms = self.seats.q[:, step], noise.view(torch.float64)
+        if self._fused:
+            return sample_tokens(logits, q, uniforms, scales=scales, ids=self.drafter.target_ids)
+        q.copy_((logits * scales[:, None]).softmax(-1))
+        return self._ids(inverse_cdf(q, uniforms).clamp(min=0))
 
     def _next(self, tokens: Tensor, step: int) -> StepInput:
         """The pass of draft ``step`` of every request: key start + step, stored if another draft of it follows."""

@@ -19,9 +19,12 @@ from torch import Tensor
 from draftwise.graphs.backend import Graph
 from draftwise.graphs.buffers import PassBuffers, Shape, static_input, static_of
 from draftwise.kernels.select import on_triton
-from draftwise.kernels.triton.inputs import add_biases
-from draftwise.sampling.noise import token_counters
+from draftwise.kernels.triton.inputs import add_biases, best_tokens
+from draftwise.sampling.noise import gumbel_of_keys, token_counters
+from draftwise.sampling.rows import top_rows
 from draftwise.types import StepInput
+
+_BELOW_ONE = 1.0 - 2.0**-52
 
 LoopKind = Literal["argmax", "draft", "shared"]
 """How tokens are drawn: the most likely ones, or as the streams of `ChainDraws` say."""
@@ -29,6 +32,16 @@ KINDS: tuple[LoopKind, ...] = ("argmax", "draft", "shared")
 
 Advance = Callable[[StepInput, Tensor | None], tuple[Tensor, Tensor | None]]
 """One pass: its rows, and their features if the drafter is a head -> hidden states [T, H], the next rows' features."""
+
+
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draws from ``weights`` [n, V] by ``uniforms`` [n] float64, int64 [n]: the first token whose sum is above u times
+    the total; -1: no weight. A token of weight 0 is never drawn, u being below 1."""
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1:]
+    targets = uniforms[:, None].clamp(max=_BELOW_ONE) * total
+    found = torch.searchsorted(sums, targets, right=True).squeeze(1).clamp(max=weights.shape[1] - 1)
+    return torch.where(total[:, 0] > 0.0, found, -1)
 
 
 class LoopSeats(NamedTuple):
@@ -279,6 +292,28 @@ class DraftLoop(ABC):
         steered = (self.seats.steered != 0)[:, None, None]
         return torch.where(steered, wide + self.seats.bias[:, None], wide).flatten(0, 1)
 
+    def _best(
+        self, logits: Tensor, most: int = 1, scales: Tensor | None = None, keys: Tensor | None = None
+    ) -> Tensor:
+        """``logits`` [n, Vd] float32 -> the target's ids of the ``most`` best tokens of each row, int64 [n, most].
+        ``scales`` [n] float32: factors of the rows; ``keys`` [n] int64: of the noise that is added then."""
+        if self._fused:
+            return best_tokens(logits, most, scales=scales, keys=keys, ids=self.drafter.target_ids).tokens
+        scores = logits if scales is None else logits * scales[:, None]
+        if keys is not None:
+            scores = scores + gumbel_of_keys(keys, self._counters)
+        return self._ids(scores.argmax(-1, keepdim=True) if most == 1 else top_rows(scores, most).indices)
+
+    def _ids(self, drawn: Tensor) -> Tensor:
+        """The target's ids of a drafter's."""
+        ids = self.drafter.target_ids
+        return drawn if ids is None else ids[drawn]
+
+    def _advance(self, batch: StepInput, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """A pass of the drafter."""
+        assert self.drafter.advance is not None
+        return self.drafter.advance(batch, features)
+
     def _in_one_pass(self) -> tuple[Tensor, Tensor | None]:
         """Logits [levels, R, Vd] behind the drafts of all levels, and the hidden states [levels, R, H] that they are
         of; None: nobody needs these."""
@@ -302,19 +337,19 @@ class DraftLoop(ABC):
         batch, (requests, width) = self.rows.batch, (self.shape.requests, self.shape.rows)
         row = torch.arange(requests * width, device=self.seats.last.device)
         masked = row > self.seats.last[:, None].expand(-1, width).flatten()
-        assert drafter.advance is not None and drafter.mask_token is not None
+        assert drafter.mask_token is not None
         batch = replace(batch, token_ids=batch.token_ids.masked_fill(masked, drafter.mask_token))
         if features is not None:
             assert drafter.mask_feature is not None
             features = torch.where(masked[:, None], drafter.mask_feature, features)
-        hidden, _ = drafter.advance(batch, features)
+        hidden, _ = self._advance(batch, features)
         return hidden.index_select(0, (row[: self.levels, None] + self.seats.last).flatten())
 
     def _block_rows(self, block: BlockPass) -> Tensor:
         """Hidden states [levels * R, H] of blocks, behind a pass that stores what the target has read."""
         drafter, requests = self.drafter, self.shape.requests
-        assert drafter.advance is not None and drafter.mask_token is not None
-        drafter.advance(self.rows.batch, self.seats.features)
+        assert drafter.mask_token is not None
+        self._advance(self.rows.batch, self.seats.features)
         place = torch.arange(block.rows, device=self.seats.start.device)
         last = self.rows.batch.token_ids.index_select(0, self.seats.last)
         tokens = torch.where(place == 0, last[:, None], drafter.mask_token)

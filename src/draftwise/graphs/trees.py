@@ -16,7 +16,6 @@ from torch import Tensor
 from draftwise.graphs.buffers import Need, PassBuffers
 from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory
 from draftwise.graphs.plans import Children, Level, TreePlan, lay_out
-from draftwise.kernels.triton.inputs import best_tokens
 from draftwise.names import SHARED
 from draftwise.sampling.draw import raise_tail
 from draftwise.sampling.noise import gumbel_of_keys, row_key, signed_word
@@ -208,10 +207,6 @@ class TreeLoop(DraftLoop):
         own, states = (x[level][:, None].repeat(1, nodes, 1).flatten(0, 1) for x in (logits, hidden))
         return block.correct(own, before.flatten(), states, state, level)
 
-    def _advance(self, batch: StepInput, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        assert self.drafter.advance is not None
-        return self.drafter.advance(batch, features)
-
     def _draw(self, level: int, logits: Tensor) -> None:
         """The nodes of a static level, from ``logits`` [R * open, Vd] behind their parents, or [R, Vd] behind all of
         them."""
@@ -231,14 +226,7 @@ class TreeLoop(DraftLoop):
             assert scales is not None
             flat, scales = raise_tail(flat * scales[:, None]), None
             self.seats.q[:, draws].copy_(flat.softmax(-1).view(wide.shape))
-        if self._fused:
-            best = best_tokens(flat, children.most, scales=scales, keys=keys, ids=self.drafter.target_ids)
-            ids = best.tokens
-        else:
-            scores = flat if scales is None else flat * scales[:, None]
-            if keys is not None:
-                scores = scores + gumbel_of_keys(keys, self._counters)
-            ids = self._ids(top_rows(scores, children.most).indices)
+        ids = self._best(flat, children.most, scales, keys)
         places = children.places if rows > 1 else 0
         drawn = ids.view(self.shape.requests, -1, children.most)[:, places, children.ranks]  # [R, m]
         self.seats.tokens.index_copy_(1, children.nodes, drawn)
@@ -287,10 +275,6 @@ class TreeLoop(DraftLoop):
         shape = (*scores.shape[:2], self.plan.top_k)
         values = (best.values - best.log_totals[:, None]).clamp_(max=0.0)
         return values.view(shape), self._ids(best.indices).view(shape)
-
-    def _ids(self, drawn: Tensor) -> Tensor:
-        ids = self.drafter.target_ids
-        return drawn if ids is None else ids[drawn]
 
     def _batch(self, depth: int, level: Level, tokens: Tensor, masks: Tensor) -> StepInput:
         """The pass that feeds ``tokens`` [R, n], nodes of depth ``depth`` + 1, at keys start + level.start + i."""

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftwise.graphs.loop import inverse_cdf
 from draftwise.graphs.seats.memory import KNOWN, RULE, RULES, SAMPLE, SEED, SOURCE, SeatMemory
 from draftwise.names import ACCEPT, RECOVER, SHARED, TYPICAL_DELTA, TYPICAL_EPSILON
 from draftwise.sampling.noise import device_keys, gumbel_of_keys, uniforms_of_keys
-
-_BELOW_ONE = 1.0 - 2.0**-52
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +194,7 @@ def _typical(now: _Step, scores: Tensor, p: Tensor, *, sampled: bool) -> tuple[T
 def _behind(now: _Step, p: Tensor, kept: Tensor, node: Tensor, sampled: bool) -> Tensor:
     """The token behind ``kept`` [R] drafts, of which ``node`` is the last: ``sampled`` from p [R, V], or its most
     likely one."""
-    return _pick(p, now.recover(kept, node)) if sampled else _best(p)
+    return inverse_cdf(p, now.recover(kept, node)) if sampled else _best(p)
 
 
 def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple[Tensor, Tensor]:
@@ -203,7 +202,7 @@ def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple
     nodes, tokens = now.nodes, now.drafts
     drafts = tokens.shape[1]
     if not drafts:
-        return torch.zeros_like(nodes), _pick(p[:, 0], now.recover(torch.zeros_like(nodes)))
+        return torch.zeros_like(nodes), inverse_cdf(p[:, 0], now.recover(torch.zeros_like(nodes)))
     q = _drawn_from(memory, now, p)
     p_of = p[:, :drafts].gather(2, tokens[..., None]).squeeze(2).double()  # [R, N - 1]
     q_of = q.gather(2, tokens[..., None]).squeeze(2).double()
@@ -225,7 +224,7 @@ def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple
     rest = (whole * scale.float() - taken).clamp(min=0.0)
     # nothing left: p == q up to rounding, and p itself is drawn from
     use_rest = rejected[:, None] & (rest.sum(-1, keepdim=True) > 0.0)
-    return kept, _pick(torch.where(use_rest, rest, whole), now.recover(kept))
+    return kept, inverse_cdf(torch.where(use_rest, rest, whole), now.recover(kept))
 
 
 def _drawn_from(memory: SeatMemory, now: _Step, p: Tensor) -> Tensor:
@@ -286,7 +285,7 @@ def _rejected_trees(memory: SeatMemory, now: _Step, p: Tensor) -> tuple[Tensor, 
         left = torch.where(accepted, p[:, i + 1], left)
         left_total = torch.where(accepted, 1.0, left_total)
         tried, worn = torch.where(accepted, 0.0, tried), worn & ~accepted
-    return kept, _pick(left, now.recover(kept, node)), path
+    return kept, inverse_cdf(left, now.recover(kept, node)), path
 
 
 def _blocks(
@@ -314,12 +313,3 @@ def _blocks(
 def _row(x: Tensor, at: Tensor) -> Tensor:
     """``x`` [S, n, V], ``at`` [S] -> [S, V]."""
     return x.gather(1, at[:, None, None].expand(-1, 1, x.shape[2])).squeeze(1)
-
-
-def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse CDF, int64 [S]; -1: no weight. A token of weight 0 is never drawn."""
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    total = sums[:, -1:]
-    target = uniforms[:, None].clamp(max=_BELOW_ONE) * total
-    found = torch.searchsorted(sums, target, right=True).squeeze(1).clamp(max=weights.shape[1] - 1)
-    return torch.where(total[:, 0] > 0.0, found, -1)
