@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.loop import LoopKind
+from draftwise.sampling.noise import signed_word
 from draftwise.types import TreeDraws, TreeShape
 
 
@@ -81,7 +82,7 @@ class TreePlan:
         """Bytes on the device of one `TreeLoop` for so many requests, besides what loops share.
 
         Example: parents (-1, -1, 0) are 3 nodes on 2 levels, of which one is fed, and children are drawn below 2. For
-        one request: 8 * (5 + 2) + 8 of its state, 3 * 8 of its drafts, and 8 * (3 + 2 * 2 + 4 + 3 * 3) of the tree's
+        one request: 8 * (5 + 2) + 8 of its state, 3 * 8 of its drafts, and 8 * (3 + 2 * 2 + 3 + 3 * 3) of the tree's
         layout.
         """
         state = requests * (8 * (5 + self.draws) + 8) + 8 * (self.levels + 1 + 2 * self.draws)
@@ -90,7 +91,7 @@ class TreePlan:
             found = self.candidates * (requests * (8 + 8 + 4) + 8)  # tokens, parents, scores; depths
             forms = 8 * requests * 3 * (self.steps + 1)
             return state + drafts + found + forms + 8 * (self.depth - 1) * self.top_k
-        return state + drafts + 8 * (4 * (len(self.opened) - 1) + 3 * self.candidates)
+        return state + drafts + 8 * 3 * (len(self.opened) - 1 + self.candidates)
 
     def takes(self, draws: TreeDraws) -> bool:
         """Whether these draws are of this tree."""
@@ -106,12 +107,12 @@ class TreePlan:
 class Level:
     """Nodes that are fed in one pass: where they stand, and for a static tree which they are.
 
-    Example: of the tree (-1, -1, 0, 1), whose nodes 0 and 1 have children, level 1 feeds both: start 0, bits 1 and 2.
+    Example: of the tree (-1, -1, 0, 1), whose nodes 0 and 1 have children, level 1 feeds both: start 0, masks 1 and 2.
     """
 
     start: int
-    bits: Tensor  # [n] int64, of the fed nodes' own places
-    masks: Tensor | None = None  # [n] int64, of their paths; None: they depend on what is drawn
+    masks: Tensor
+    """[n] int64, of their paths; of a dynamic tree, whose paths nobody knows yet, of the nodes themselves."""
     tokens_of: Tensor | None = None  # [n] int64, nodes
     parents: Tensor | None = None  # [n] int64, places in the level before; of level 1: 0
 
@@ -180,14 +181,9 @@ def lay_out(shape: TreeShape, kind: LoopKind, device: torch.device) -> StaticLay
         if following:
             for i, node in enumerate(following):
                 masks[node] = masks[shape.parents[node]] | 1 << (fed + i)
-            own = [1 << (fed + i) for i in range(len(following))]
             parents = [opened.index(shape.parents[node]) for node in following]
-            lists = (own, [masks[node] for node in following], following, parents)
-            bits, paths, inner, above = (
-                torch.tensor([x - (1 << 64) if x >> 63 == 1 else x for x in part], device=device)
-                for part in lists
-            )
-            levels.append(Level(fed, bits, paths, inner, above))
+            lists = ([signed_word(masks[node]) for node in following], following, parents)
+            levels.append(Level(fed, *(torch.tensor(part, device=device) for part in lists)))
         opened, depth = following, depth + 1
     every = opened_nodes(shape)
     return StaticLayout(

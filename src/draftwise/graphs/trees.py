@@ -172,7 +172,7 @@ class TreeLoop(DraftLoop):
         requests = self.shape.requests
         for i, level in enumerate(self._levels):
             self._draw(i, logits)
-            assert level.masks is not None and level.tokens_of is not None and level.parents is not None
+            assert level.tokens_of is not None and level.parents is not None
             tokens = self.seats.tokens.index_select(1, level.tokens_of)
             if state is not None:
                 wide = state.view(requests, -1, state.shape[1])
@@ -241,7 +241,7 @@ class TreeLoop(DraftLoop):
         masks = torch.zeros_like(ids)
         first = 0  # candidate of the latest level
         for i, level in enumerate(self._levels):
-            masks = masks | level.bits
+            masks = masks | level.masks
             logits, state = self._behind(i, tokens, masks, state)
             below, ids = self._best_children(logits, i + 1)
             totals = (scores[:, :, None] + below).flatten(1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftwise.graphs.backend import GraphBackend
 from draftwise.graphs.seats.memory import RULES, STATE, SeatMemory, form_of
 from draftwise.graphs.seats.shaping import numbers_of
+from draftwise.sampling.noise import signed_word
 from draftwise.sampling.state import SamplingState
 from draftwise.types import IntArray
 
@@ -62,14 +63,13 @@ class Entries:
         for row_np, (_, new) in zip(rows_np, entering, strict=False):
             state_np, form_np, table_np = np.split(row_np, np.cumsum(sizes)[:2])
             state = new.sampling
-            seed = state.seed & ((1 << 64) - 1)
             state_np[:STATE] = (
                 new.known,
                 new.root,
                 len(new.drafts),
                 new.fed,
                 new.stored,
-                seed - (1 << 64) if seed >> 63 else seed,
+                signed_word(state.seed & ((1 << 64) - 1)),
                 state.sample_index,
                 np.float64(state.temperature).view(np.int64),
                 RULES.index(new.rule),

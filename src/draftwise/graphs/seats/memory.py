@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftwise.graphs.plans import distribution_rows
 from draftwise.kernels.walk import Walk
+from draftwise.sampling.noise import signed_word
 from draftwise.types import TreeShape
 
 # columns of the state
@@ -214,8 +215,7 @@ def form_of(parents: Sequence[int], drafts: int, drawn_from: Sequence[int] | Non
     for draft, parent in enumerate(parents):
         depths.append(depths[parent + 1] + 1)
         masks.append(masks[parent + 1] | 1 << (draft + 1))
-    words = ((mask & (1 << 64) - 1) for mask in masks)  # of chains too long for it nobody reads it
-    signed = [word - (1 << 64) if word >> 63 else word for word in words]
+    signed = [signed_word(mask & (1 << 64) - 1) for mask in masks]  # nobody reads those of longer chains
     drawn_from = range(len(parents)) if drawn_from is None else drawn_from
     form = torch.zeros((5, drafts + 1), dtype=torch.int64)
     for i, row in enumerate((depths, signed, [-1, *parents], [0], [0, *drawn_from])):
