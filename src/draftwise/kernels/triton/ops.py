@@ -110,29 +110,20 @@ class TritonOps(AttendingOps):
     def pack_heads(self, weight: Tensor) -> Heads:
         raise ModelLoadError("latent attention has no Triton kernels: set DRAFTWISE_KERNELS=torch")
 
-    def _pack(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None) -> TritonLinear:
+    def _pack(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None) -> Linear:
         if scheme is None:
             return TritonLinear(weight.contiguous(), bias, self._tiling, invariant=self._batch_invariant)
-        rounded = quantize(weight, scheme)
-        if not self._products:
-            return self._pack(self._floats(rounded), bias, None)
-        invariant = self._batch_invariant
-        return pack_quantized(
-            rounded, bias, self._tiling, self._device, dynamic=scheme.dynamic, invariant=invariant
-        )
+        return self.pack_quantized(quantize(weight, scheme), bias, dynamic=scheme.dynamic)
 
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
         if not self._products or not can_pack(weight):  # the products are those of floats
-            return self._pack(self._floats(weight), bias, None)
+            return self._pack(weight.dequantize(self._dtype).to(self._device), bias, None)
         # weights that have this form already, or were rounded to it before and come back from disk
         dynamic = (dynamic or (self._scheme is not None and self._scheme.dynamic)) and weight.bits == 8
         invariant = self._batch_invariant
         return pack_quantized(weight, bias, self._tiling, self._device, dynamic=dynamic, invariant=invariant)
-
-    def _floats(self, weight: QuantizedWeight) -> Tensor:
-        return weight.dequantize(self._dtype).to(self._device)
 
     def pack_exact(self, weight: Tensor) -> Linear:
         return self._pack(weight, None, None)
