@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draftwise.graphs.buffers import Need, PassBuffers, Shape, Tables
 from draftwise.graphs.chains import ChainLoop
@@ -92,8 +92,8 @@ class Captures:
 class Loops:
     """Captured ones, the smallest first."""
 
-    chains: list[ChainLoop]
-    trees: list[TreeLoop]
+    chains: list[ChainLoop] = field(default_factory=list)
+    trees: list[TreeLoop] = field(default_factory=list)
 
     def chain_for(self, batch: StepInput, steps: int, draws: ChainDraws | None) -> ChainLoop | None:
         """The smallest one that drafts for a batch; its tensors must lie on the host."""
@@ -112,7 +112,7 @@ class Loops:
 
 def capture_loops(captures: Captures, drafter: Drafter, tables: Tables) -> Loops:
     """Capture the loops of all shapes. The largest is captured first: the others then fit into its memory."""
-    found = Loops([], [])
+    found = Loops()
     if not captures.loops:
         return found
     tree = captures.tree

@@ -47,7 +47,7 @@ class GraphedDecoder(WrappedDecoder):
         """The backend that captured the passes."""
         self._passes: list[PassSeats] = []
         self._pieces: list[PiecewisePass] = []
-        self.loops = Loops([], [])
+        self.loops = Loops()
         """What was captured of it as a drafter."""
         # results of passes, one set for all graphs, because a graph's own could not be shared
         self._output: TargetOutput  # of the rows of the largest pass
@@ -69,7 +69,7 @@ class GraphedDecoder(WrappedDecoder):
         assert kv.spare_slot is not None, "storage of a model that pads has a spare slot"
         self._kv, self._layers = kv, tuple(capture)
         self._passes.clear()
-        self._pieces, self.loops = [], Loops([], [])
+        self._pieces, self.loops = [], Loops()
         if not self.captures.count:
             return
         backend, captures = self.backend, self.captures

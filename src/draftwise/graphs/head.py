@@ -34,7 +34,7 @@ class GraphedHead(WrappedHead):
         self._block_size = block_size
         self._backend = backend
         self._kv: KVStorage | None = None
-        self.loops = Loops([], [])
+        self.loops = Loops()
         """What was captured."""
         self.num_replays = 0
 
@@ -46,7 +46,7 @@ class GraphedHead(WrappedHead):
     def prepare(self, kv: KVStorage) -> None:
         assert kv.spare_slot is not None, "storage of a head that pads has a spare slot"
         self._kv, captures, size = kv, self.captures, self._block_size
-        self.loops = Loops([], [])  # those of another storage go first
+        self.loops = Loops()  # those of another storage go first
         tables = Tables(captures.max_requests, captures.max_keys, size, kv.spare_slot, self._backend)
         self.loops = capture_loops(captures, self._drafter(kv), tables)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,37 +17,29 @@ if TYPE_CHECKING:  # it reads files with safetensors, which `bench gpu` does wit
     from draftwise.models.heads.medusa import MedusaHeads
 
 
+@dataclass(eq=False)
 class GraphedMedusa:
-    """Loops of one row per request, the root, which nobody reads: drafts are made of its target's hidden state."""
+    """Loops of one row per request, the root, which nobody reads: drafts are made of its target's hidden state.
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        hidden_size: int,
-        dtype: torch.dtype,
-        captures: Captures,
-        block_size: int,
-        backend: GraphBackend,
-    ) -> None:
-        self._heads = heads
-        self._hidden_size = hidden_size
-        self._dtype = dtype
-        self._captures = captures
-        self._block_size = block_size
-        self._backend = backend
-        self.loops = Loops([], [])
-        """What was captured."""
+    ``loops``: what was captured.
+    """
+
+    heads: MedusaHeads
+    hidden_size: int
+    dtype: torch.dtype
+    captures: Captures
+    block_size: int
+    backend: GraphBackend
+    loops: Loops = field(default_factory=Loops)
 
     def static_bytes(self) -> int:
         """Bytes that they will keep."""
-        return self._captures.loop_bytes(
-            self._heads.draft_vocab_size, self._hidden_size * self._dtype.itemsize
-        )
+        return self.captures.loop_bytes(self.heads.draft_vocab_size, self.hidden_size * self.dtype.itemsize)
 
     @torch.inference_mode()
     def prepare(self) -> None:
         """Capture them."""
-        captures, heads = self._captures, self._heads
+        captures, heads = self.captures, self.heads
 
         def logits(hidden: Tensor) -> Tensor:
             return heads.logits(hidden, captures.steps if captures.tree is None else captures.tree.levels)
@@ -57,9 +50,9 @@ class GraphedMedusa:
             heads.draft_vocab_size,
             max_position=captures.max_keys,
             target_ids=heads.target_ids,
-            feature_size=self._hidden_size,
-            dtype=self._dtype,
+            feature_size=self.hidden_size,
+            dtype=self.dtype,
         )
         # the spare slot is never written
-        tables = Tables(captures.max_requests, captures.max_keys, self._block_size, 0, self._backend)
+        tables = Tables(captures.max_requests, captures.max_keys, self.block_size, 0, self.backend)
         self.loops = capture_loops(captures, drafter, tables)
