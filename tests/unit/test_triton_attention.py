@@ -15,7 +15,7 @@ from tests.unit.test_attention_torch import make_batch
 
 from draftwise.attention.base import first_key, request_keys, request_slots
 from draftwise.attention.reference import ReferenceAttention
-from draftwise.graphs.buffers import static_input
+from draftwise.graphs.buffers import captured_input
 from draftwise.kernels.triton.attention import TritonAttention, _tasks
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.tiling import Tiling, free_tiling
@@ -326,7 +326,7 @@ def test_captured_rows_see_those_behind_them_too(window: int | None) -> None:
     context = torch.from_numpy(batch.context_len_np).to(DEVICE)
     tables = torch.from_numpy(batch.block_tables_np).to(DEVICE)
     static = StaticRows(6, 64, context, words, words, tables, longs)
-    passes = (batch, static_input(longs, longs, longs, batch.block_size, static).attention)
+    passes = (batch, captured_input(longs, longs, longs, batch.block_size, static).attention)
     made = [
         TritonAttention(SMALL).run(q, entries, one, num_kv_heads=2, scale=0.3, window=window, whole=True)
         for one in passes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Graph, GraphBackend
-from draftwise.types import AttentionBatch, IntArray, StaticRows, StepInput, TargetOutput
+from draftwise.types import AttentionApart, AttentionBatch, IntArray, StaticRows, StepInput, TargetOutput
 
 _BEYOND = 128
 """Keys past a pass's longest context that its tables reach: rows of its own, drafts behind them, nodes of a tree."""
@@ -112,7 +112,7 @@ class PassBuffers:
             ancestors=parts[3],
             adapters=adapters if adapted else None,
         )
-        self.batch = static_input(parts[0], parts[1], parts[2], tables.block_size, static)
+        self.batch = captured_input(parts[0], parts[1], parts[2], tables.block_size, static)
         self.clear()
 
     def clear(self) -> None:
@@ -194,20 +194,26 @@ class PassBuffers:
         return place
 
 
-def static_input(
-    token_ids: Tensor, positions: Tensor, slots: Tensor, block_size: int, static: StaticRows
+def captured_input(
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_size: int,
+    static: StaticRows | None = None,
+    apart: AttentionApart | None = None,
 ) -> StepInput:
-    """Rows [R * N] of a captured pass. Where they stand is read in ``static``; of the host's arrays only the shapes
-    count."""
-    requests = static.context.shape[0]
+    """Rows [R * N] of a captured pass. Where they stand is read in ``static``; None: they are one request's, whose
+    attention is ``apart``. Of the host's arrays only the shapes count."""
+    rows, requests = token_ids.shape[0], 1 if static is None else static.context.shape[0]
     attention = AttentionBatch(
-        query_start_np=np.arange(0, requests * static.rows + 1, static.rows, dtype=np.int32),
+        query_start_np=np.arange(0, rows + 1, rows // requests, dtype=np.int32),
         context_len_np=np.zeros(requests, np.int32),
         is_tree_np=np.zeros(requests, np.bool_),
         block_tables_np=np.zeros((requests, 1), np.int32),
         ancestors_np=None,
         block_size=block_size,
         static=static,
+        apart=apart,
     )
     return StepInput(token_ids, positions, slots, attention)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwise.graphs.buffers import Need, PassBuffers, static_input, static_of
+from draftwise.graphs.buffers import Need, PassBuffers, captured_input, static_of
 from draftwise.graphs.loop import Drafter, DraftLoop, LoopKind, LoopMemory, inverse_cdf
 from draftwise.kernels.triton.inputs import DraftSlots, NextRows, next_rows, sample_tokens
 from draftwise.names import DRAFT, SHARED
@@ -181,7 +181,7 @@ class ChainLoop(DraftLoop):
             is_tree=self._zeros,
             ancestors=self._alone,
         )
-        return static_input(tokens, positions, slots, tables.block_size, alone)
+        return captured_input(tokens, positions, slots, tables.block_size, alone)
 
 
 def next_rows_in_torch(start: Tensor, length: Tensor, step: int, where: DraftSlots) -> NextRows:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Graph
-from draftwise.graphs.buffers import PassBuffers, Shape, static_input, static_of
+from draftwise.graphs.buffers import PassBuffers, Shape, captured_input, static_of
 from draftwise.kernels.select import on_triton
 from draftwise.kernels.triton.inputs import add_biases, best_tokens
 from draftwise.sampling.noise import gumbel_of_keys, token_counters
@@ -387,7 +387,7 @@ class DraftLoop(ABC):
             ancestors=torch.ones_like(keys).flatten() if masks is None else masks.flatten(),
         )
         # of one request one position may be expanded to n
-        return static_input(
+        return captured_input(
             tokens.flatten(),
             positions.flatten().contiguous(),
             slots.masked_fill(~stored, self.rows.tables.spare_slot).flatten(),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import GraphBackend, Pieces
+from draftwise.graphs.buffers import captured_input
 from draftwise.types import Attend, AttentionBatch, StepInput
 
 
@@ -89,20 +90,7 @@ class PiecewisePass:
         self._tokens, self._positions, self._slots, self._picks = self._host.numpy().reshape(4, rows)
         tokens, positions, slots, self._picked = self._device.view(4, rows)
         self._noted = _Noted(memory)
-        self.batch = StepInput(
-            token_ids=tokens,
-            positions=positions,
-            slots=slots,
-            attention=AttentionBatch(
-                query_start_np=np.array((0, rows), np.int32),
-                context_len_np=np.zeros(1, np.int32),
-                is_tree_np=np.zeros(1, np.bool_),
-                block_tables_np=np.zeros((1, 1), np.int32),
-                ancestors_np=None,
-                block_size=block_size,
-                apart=self._noted,
-            ),
-        )
+        self.batch = captured_input(tokens, positions, slots, block_size, apart=self._noted)
         self._pieces: Pieces | None = None
 
     def capture(self, forward: Callable[[StepInput], None], backend: GraphBackend) -> None:
