@@ -234,9 +234,3 @@ class PassSeats(NamedTuple):
     output: TargetOutput
     logits: Tensor  # [>= rows of the pass, V] float32
     pools: tuple[Tensor, ...]
-
-
-def at_rows(x: Tensor, count: int, index: Tensor, first: bool) -> Tensor:
-    """Rows of a captured result, copied: the next replay writes over it. ``index`` [>= count] int64; ``first``: they
-    are the first ``count`` ones."""
-    return x[:count].clone() if first else x.index_select(0, index[:count])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwise.graphs.backend import Fence, GraphBackend
-from draftwise.graphs.buffers import Need, PassBuffers, PassSeats, Tables, at_rows
+from draftwise.graphs.buffers import Need, PassBuffers, PassSeats, Tables
 from draftwise.graphs.capture import Captures, Loops, capture_loops
 from draftwise.graphs.loop import Drafter
 from draftwise.graphs.pieces import PieceMemory, PiecewisePass
@@ -116,17 +116,21 @@ class GraphedDecoder(WrappedDecoder):
         self._filled = self.backend.fence()
         found.graph.replay()
         self.num_replays += 1
-        total = len(place)
-        first = total == 0 or int(place[-1]) == total - 1  # no gaps before the last row
-        index, kept, logits = found.rows.place, self._output, self._logits
-        output = TargetOutput(
-            at_rows(kept.hidden, total, index, first),
-            {layer: at_rows(kept.captured[layer], total, index, first) for layer in capture},
-        )
+        total, logits = len(place), self._logits
+        dense = total == 0 or int(place[-1]) == total - 1  # no gaps before the last row
+        index = None if dense else found.rows.place[:total]
+        output = self._left(total, capture, index)
         if picked is None:
             # not copied: they are large, and read before the next pass
-            return output, logits[:total] if first else logits.index_select(0, index[:total])
+            return output, logits[:total] if index is None else logits.index_select(0, index)
         return output, logits.index_select(0, found.rows.picks[: len(picked)])
+
+    def _left(self, total: int, capture: Sequence[int], index: Tensor | None = None) -> TargetOutput:
+        """What a pass left behind of ``total`` rows, the first ones or those at ``index``, copied: the next pass writes
+        over it."""
+        kept = (self._output.hidden, *(self._output.captured[layer] for layer in capture))
+        hidden, *others = (x[:total].clone() if index is None else x.index_select(0, index) for x in kept)
+        return TargetOutput(hidden, dict(zip(capture, others, strict=True)))
 
     def _in_pieces(
         self, found: PiecewisePass, batch: StepInput, rows: Sequence[int] | None, capture: Sequence[int]
@@ -137,10 +141,7 @@ class GraphedDecoder(WrappedDecoder):
         found.replay(batch)
         self.num_piecewise += 1
         total = batch.token_ids.shape[0]
-        hidden = self._output.hidden[:total]
-        # copied: the next pass writes over them
-        captured = {layer: self._output.captured[layer][:total].clone() for layer in capture}
-        output = TargetOutput(hidden.clone(), captured)
+        output, hidden = self._left(total, capture), self._output.hidden[:total]
         if picks is not None:
             hidden = hidden.index_select(0, picks)
         if not hidden.shape[0]:
