@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,11 +36,6 @@ class TreePlan:
     def steps(self) -> int:
         """Most drafts of a request."""
         return self.candidates if self.shape is not None else min(self.nodes, self.candidates)
-
-    @property
-    def draws(self) -> int:
-        """Numbers of a request that make its noise: one for each of `opened`, of a dynamic tree for each level."""
-        return self.depth if self.shape is None else len(self.opened)
 
     def _candidates(self, levels: int) -> int:
         """Nodes of a dynamic tree that are drawn on so many levels."""
@@ -85,7 +81,8 @@ class TreePlan:
         one request: 8 * (5 + 2) + 8 of its state, 3 * 8 of its drafts, and 8 * (3 + 2 * 2 + 3 + 3 * 3) of the tree's
         layout.
         """
-        state = requests * (8 * (5 + self.draws) + 8) + 8 * (self.levels + 1 + 2 * self.draws)
+        draws = len(self.opened) or self.depth  # numbers that make noise, of a dynamic tree for each level
+        state = requests * (8 * (5 + draws) + 8) + 8 * (self.levels + 1 + 2 * draws)
         drafts = 8 * requests * self.steps
         if self.shape is None:
             found = self.candidates * (requests * (8 + 8 + 4) + 8)  # tokens, parents, scores; depths
@@ -129,8 +126,7 @@ class Children:
     most: int  # children that a parent has drawn, those without a node included
 
 
-@dataclass(frozen=True, slots=True)
-class StaticLayout:
+class StaticLayout(NamedTuple):
     """A static tree: its levels, and the draws before each and behind the last one. Draw i belongs to `TreePlan.opened`
     i: the token stands ``depths[i]`` places behind its request's first draft, and ``nodes[i]`` is its parent."""
 

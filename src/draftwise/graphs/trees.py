@@ -86,9 +86,7 @@ class TreeLoop(DraftLoop):
         reach = torch.tensor(plan.reach, device=device)
         form = None
         if plan.shape is not None:
-            layout = lay_out(plan.shape, kind, device)
-            self._levels, self._children = layout.levels, layout.children
-            depths, nodes = layout.depths, layout.nodes
+            self._levels, self._children, depths, nodes = lay_out(plan.shape, kind, device)
         else:
             size = (requests, plan.candidates)
             self._found = Candidates(
