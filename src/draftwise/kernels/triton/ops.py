@@ -26,14 +26,12 @@ from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize
 
 
+@dataclass(slots=True, eq=False)
 class TritonNorm(Norm):
-    """``weight`` [H] float32."""
+    """``weight`` [H] float32, dense."""
 
-    __slots__ = ("eps", "weight")
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight.float().contiguous()
-        self.eps = eps
+    weight: Tensor
+    eps: float
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +132,7 @@ class TritonOps(AttendingOps):
         return TritonLinear(table, None, self._tiling, shared=True, invariant=self._batch_invariant)
 
     def pack_norm(self, weight: Tensor, eps: float) -> Norm:
-        return TritonNorm(weight, eps)
+        return TritonNorm(weight.float().contiguous(), eps)
 
     def pack_rope(self, inv_freq: Tensor, scaling: float | Tensor, num_positions: int) -> Rope:
         positions = torch.arange(num_positions, dtype=torch.float32, device=self._device)
