@@ -87,24 +87,21 @@ def find(memory: SeatMemory, count: int, number: int, look: LookUp) -> None:
     # the last token, the one before it, ...
     ends = torch.where(back >= 0, text.gather(1, back.clamp(min=0)), -2)
     found = _search(text[:, :spare], known * mine - 1, known, ends, look.shortest)
-    draft = row[:drafts]
+    best, draft = found.best, row[:drafts]
     start = found.last + 1
     tokens = text.gather(1, start[:, None] + draft % (known - start).clamp(min=1)[:, None])
     if look.past:
         past = memory.past.expand(count, -1)
         size = torch.full_like(known, past.shape[1])
         other = _search(past, size * mine, size, ends, look.shortest)
-        better = other.best > found.best
+        better = other.best > best
         behind = other.last[:, None] + 1 + draft
         theirs = torch.where(behind < past.shape[1], past.gather(1, behind.clamp(max=past.shape[1] - 1)), -1)
         tokens = torch.where(better[:, None], theirs, tokens)
+        best = torch.maximum(best, other.best)
     slope, height = look.line
-    allowed = (found.best.float() * slope + height).floor().long()
+    allowed = (best.float() * slope + height).floor().long()
     wanted = torch.minimum(told[:, at.BUDGET], told[:, at.LIMIT] - known - 1).clamp(0, look.steps)
-    if look.past:
-        longer = (other.best.float() * slope + height).floor().long()
-        allowed = torch.where(better, longer, allowed)
-    best = torch.maximum(found.best, other.best) if look.past else found.best
     wanted = torch.where(best > 0, torch.minimum(wanted, allowed).clamp(min=0), 0)
     wanted = torch.minimum(wanted, (tokens >= 0).long().cumprod(1).sum(1))
     if look.least is not None:

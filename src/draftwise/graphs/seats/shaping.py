@@ -168,7 +168,7 @@ class Shaping:
         """As `sampling.logits.process`, in place. ``logits`` [R * N, V] float32."""
         rows = logits.view(step.requests, step.rows, -1)
         if PENALISED in wanted:
-            self._penalise(rows)
+            self._penalise(rows, step)
         if BIASED in wanted:
             assert self._bias is not None
             rows.add_(self._bias[: step.requests, None])
@@ -183,7 +183,7 @@ class Shaping:
         """[R, 1, 1] float64"""
         return self._memory.number(column)[: step.requests, None, None]
 
-    def _penalise(self, rows: Tensor) -> None:
+    def _penalise(self, rows: Tensor, step: Deciding) -> None:
         """The drafts that a row stands behind count as output there."""
         memory, (count, width, vocab) = self._memory, rows.shape
         assert self._counts is not None and self._seen is not None
@@ -195,7 +195,6 @@ class Shaping:
             # a chain may be longer than there are bits
             below = torch.where(is_tree, (form[:, 1] >> min(i + 1, 63)) & 1, (place > i).long())
             counts.scatter_add_(2, token, below.to(torch.int32)[..., None])
-        step = Deciding(count, width, ())
         factor = self._number(at.REPETITION, step).float()
         seen = (self._seen[:count, None] > 0) | (counts > 0)
         rows.copy_(torch.where(seen, torch.where(rows > 0, rows / factor, rows * factor), rows))
