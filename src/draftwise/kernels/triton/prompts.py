@@ -104,22 +104,16 @@ def prompt_runs(
     found = batch.cache.get(name)
     if isinstance(found, list):
         return found
-    runs: list[PromptRun] = []
-    members: list[int] = []
+    groups: list[list[int]] = []
     keys = 0
-
-    def end() -> None:
-        if members:
-            runs.append(_run(batch, members, window, device))
-        members.clear()
-
     for r in np.flatnonzero(prompt_requests(batch, least)).tolist():
         own = _num_keys(batch, r) - _seen_from(batch, r, window)
-        if members and (members[-1] != r - 1 or keys + own > _GATHERED_KEYS):
-            end()
-        keys = own + (keys if members else 0)
-        members.append(r)
-    end()
+        keys += own
+        if not groups or groups[-1][-1] != r - 1 or keys > _GATHERED_KEYS:
+            groups.append([])
+            keys = own
+        groups[-1].append(r)
+    runs = [_run(batch, members, window, device) for members in groups]
     batch.cache[name] = runs
     return runs
 
