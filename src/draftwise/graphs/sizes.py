@@ -53,11 +53,10 @@ def pass_shapes(
             counts: Sequence[int] = request_counts(max_num_seqs)
         else:
             counts = [size // width for size in sizes if size % width == 0]
-        for count in counts:
-            if largest is not None and count * width > largest:
-                continue
-            if count <= max_num_seqs and count * width <= max(max_num_batched_tokens, width):
-                found.add((count, width))
+        most = max(max_num_batched_tokens, width)
+        if largest is not None:
+            most = min(most, largest)
+        found |= {(count, width) for count in counts if count <= max_num_seqs and count * width <= most}
     reach = key_limits(max_model_len)
     return tuple(Shape(count, width, keys) for keys in reach for count, width in sorted(found))
 
