@@ -73,9 +73,7 @@ def begin(memory: SeatMemory, batch: StepInput, spare_slot: int, verification: S
 def verify(memory: SeatMemory, scores: Tensor, step: Deciding, verification: SeatVerification) -> None:
     """As `.rules.verify`. ``scores`` [R * N, V] float32 are consumed."""
     batch, count = verification.batch, step.requests
-    p: Tensor | None = None
-    if not {"greedy", "coupled", "synthetic"}.issuperset(step.rules):
-        p = scores.softmax(-1)
+    p = scores.softmax(-1) if step.weighs else scores
     for rule in step.rules:
         mine = memory.state[:count, RULE] == RULES.index(rule)
         members = _members(memory, mine)
@@ -85,10 +83,8 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, verification: Sea
             sampled = p if rule != "synthetic" else None
             rules.keep_at_rates(scores, batch, members, verification.rates, sampled)
         elif rule in ("typical", "typical_sampled"):
-            assert p is not None
             rules.keep_typical(scores, p, batch, members, sampled=rule != "typical")
         else:
-            assert p is not None
             if step.trees:
                 branched = memory.branched(count)
                 members = _members(memory, mine & ~branched)

@@ -29,6 +29,11 @@ class Deciding:
     rates: tuple[float, ...] = ()
     trees: bool = False
 
+    @property
+    def weighs(self) -> bool:
+        """Whether a rule looks at the target's distributions, and not at its most likely tokens alone."""
+        return not {"greedy", "coupled", "synthetic"}.issuperset(self.rules)
+
 
 class _Step:
     """The seats of a step: ``state`` [R, 18 + K], ``nodes`` [R] and ``drafts`` [R, N - 1] that are verified, and the
@@ -78,21 +83,18 @@ def verify(memory: SeatMemory, scores: Tensor, step: Deciding, counters: Tensor)
     kept = torch.zeros_like(now.nodes)
     last = torch.zeros_like(now.nodes)
     path = torch.arange(drafts, device=kept.device).expand(count, drafts).clone()
-    p: Tensor | None = None
+    p = scores.softmax(-1) if step.weighs else scores
     for rule in step.rules:
         mine = now.state[:, RULE] == RULES.index(rule)
         if rule in ("greedy", "coupled"):
             wanted = _best(scores if rule == "greedy" else scores + _shared_noise(now, counters))
             found = _walk(now, wanted)
         elif rule in ("synthetic", "synthetic_sampled"):
-            found = _synthetic(now, scores, step.rates, sampled=rule != "synthetic")
-        else:
-            p = scores.softmax(-1) if p is None else p
-        if rule in ("typical", "typical_sampled"):
-            assert p is not None
+            sampled = rule != "synthetic"
+            found = _synthetic(now, p if sampled else scores, step.rates, sampled=sampled)
+        elif rule in ("typical", "typical_sampled"):
             found = _typical(now, scores, p, sampled=rule != "typical")
-        elif rule in ("rejection", "block"):
-            assert p is not None
+        else:
             found = *_sampled(memory, now, p, block=rule == "block"), path[:, : width - 1]
             if step.trees:
                 trees, branched = _rejected_trees(memory, now, p), now.branched
@@ -139,12 +141,6 @@ def _walk(now: _Step, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return kept, want, path
 
 
-def _leading(passed: Tensor, nodes: Tensor) -> Tensor:
-    """How many of the first ``nodes`` [S] passed [S, K] without one before that did not: int64 [S]."""
-    row = torch.arange(passed.shape[1], device=passed.device)
-    return (passed & (row < nodes[:, None])).long().cumprod(1).sum(1)
-
-
 def _shared_noise(now: _Step, counters: Tensor) -> Tensor:
     """[R, N, V]"""
     depths = now.depths
@@ -153,9 +149,10 @@ def _shared_noise(now: _Step, counters: Tensor) -> Tensor:
 
 
 def _synthetic(
-    now: _Step, scores: Tensor, rates: Sequence[float], *, sampled: bool
+    now: _Step, weights: Tensor, rates: Sequence[float], *, sampled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_walk`: first children stay while u is below the rate of their depth; rates fall."""
+    """As `_walk`: first children stay while u is below the rate of their depth; rates fall. ``weights`` [R, N, V]: p,
+    or scores if the last token is not ``sampled``."""
     path = torch.zeros_like(now.drafts)
     u = now.accept(torch.full_like(now.base, -1), torch.zeros_like(now.base))  # [R, 1]
     deepest = sum((u[:, 0] < rate).long() for rate in rates)
@@ -164,7 +161,7 @@ def _synthetic(
         stays = (now.parents[:, i] == node) & (now.nodes > i) & (kept < deepest)
         path.scatter_(1, kept[:, None], torch.where(stays[:, None], i, path.gather(1, kept[:, None])))
         kept, node = kept + stays, torch.where(stays, i, node)
-    return kept, _behind(now, _row(scores, node + 1).softmax(-1), kept, node, sampled), path
+    return kept, _behind(now, _row(weights, node + 1), kept, node, sampled), path
 
 
 def _typical(now: _Step, scores: Tensor, p: Tensor, *, sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,7 +213,8 @@ def _sampled(memory: SeatMemory, now: _Step, p: Tensor, *, block: bool) -> tuple
         scale = torch.where((now.sources == 0)[:, None], 1.0, scale)
     else:
         # u < p / q, without dividing by a q that rounded to 0
-        kept = _leading(uniforms * q_of < p_of, nodes)
+        passed = (uniforms * q_of < p_of) & (row < nodes[:, None])
+        kept = passed.long().cumprod(1).sum(1)  # those before the first that did not
     rejected = kept < nodes
     whole = _row(p, kept)
     at = kept.clamp(max=drafts - 1)[:, None]
