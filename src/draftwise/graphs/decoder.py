@@ -36,6 +36,7 @@ class GraphedDecoder(WrappedDecoder):
     """
 
     pads = True
+    inputs_on = torch.device("cpu")
 
     def __init__(
         self, inner: DecoderModel, captures: Captures, block_size: int, backend: GraphBackend
@@ -58,10 +59,6 @@ class GraphedDecoder(WrappedDecoder):
         self._adapted = inner if isinstance(inner, AdaptedDecoder) and inner.captures_adapters else None
         self.num_replays = 0  # of whole passes and loops
         self.num_piecewise = 0  # passes in pieces
-
-    @property
-    def inputs_on(self) -> torch.device:
-        return torch.device("cpu")
 
     @torch.inference_mode()
     def prepare(self, kv: KVStorage, capture: Sequence[int] = ()) -> None:

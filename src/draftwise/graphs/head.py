@@ -27,6 +27,7 @@ class GraphedHead(WrappedHead):
     without it."""
 
     pads = True
+    inputs_on = torch.device("cpu")
 
     def __init__(self, inner: HeadModel, captures: Captures, block_size: int, backend: GraphBackend) -> None:
         super().__init__(inner)
@@ -37,10 +38,6 @@ class GraphedHead(WrappedHead):
         self.loops = Loops()
         """What was captured."""
         self.num_replays = 0
-
-    @property
-    def inputs_on(self) -> torch.device:
-        return torch.device("cpu")
 
     @torch.inference_mode()
     def prepare(self, kv: KVStorage) -> None:
