@@ -80,6 +80,7 @@ class Shaping:
 
     def __init__(self, memory: SeatMemory) -> None:
         self._memory = memory
+        self._alternatives = min(MOST_LOGPROBS, memory.limits.vocab_size)
         self._bias: Tensor | None = None  # [S, V] float32
         # [S, V] int32, committed output tokens; since the entry, without penalties
         self._counts: Tensor | None = None
@@ -99,10 +100,6 @@ class Shaping:
             shape = (limits.seats, limits.drafts + 1, 2 + 2 * self._alternatives)
             self._report = torch.zeros(shape, dtype=torch.float32, device=self._memory.device)
         return self._report
-
-    @property
-    def _alternatives(self) -> int:
-        return min(MOST_LOGPROBS, self._memory.limits.vocab_size)
 
     def persistent(self) -> list[Tensor]:
         """Results of a step for the next one."""

@@ -102,8 +102,6 @@ class SeatedSteps:
             self._backend.fence().synchronize()
         self._filling = True
         self.texts.take_in(self._turn, texts, outputs)
-        if not entering:
-            return
         self._entries.take_in(self._turn, entering)
         for seat, new in entering:
             self.shaping.enter(seat, new.sampling)
