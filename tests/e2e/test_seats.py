@@ -18,6 +18,8 @@ import torch
 
 from draftwise import LLM, AsyncLLM, RequestOutput, SamplingParams
 from draftwise.attention.torch_static import TorchStaticAttention
+from draftwise.graphs.seats.shaping import Shaping
+from draftwise.graphs.seats.step import SeatedSteps
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.runner.seat_entry import Scratch
 from draftwise.runner.seating import Seating
@@ -440,6 +442,17 @@ def test_a_block_in_another_requests_place_is_found(
     engines.close_pairs()
 
 
+@pytest.mark.parametrize(("mode", "reserved"), [("FULL", True), ("PIECEWISE", False)])
+def test_blocks_have_scratch_where_loops_are_captured(
+    engines: Engines, blocks: dict[str, dict[str, Any]], mode: str, reserved: bool
+) -> None:
+    options = {"speculative_config": blocks["dflash"], "compilation_config": {"cudagraph_mode": mode}}
+    with engines.make(async_scheduling=True, **options) as llm:
+        executor: Any = llm._engine.core.executor  # type: ignore[union-attr]
+        scratch = executor.inner._drafting._proposers["dflash"]._scratch
+        assert bool(scratch.seats) == reserved
+
+
 @pytest.mark.parametrize("family", ["forests", "growing"])
 def test_given_rates_hold_on_trees(request: pytest.FixtureRequest, family: str) -> None:
     engines: Engines = request.getfixturevalue(family)
@@ -827,6 +840,44 @@ def test_who_leaves_a_seat_goes_on_as_it_stood(
     assert found[0].num_entered > 12
 
 
+def moving(engines: Engines, what: str) -> tuple[dict[str, Any], list[SamplingParams]]:
+    """A drafter and requests of which the last one stays when all others have ended, and so takes the first seat.
+    What is drawn depends on what was drafted, and that on features; or on what the request has said, and its biases."""
+    if what == "features":
+        entry, rule, more = three_layers(engines), "rejection", {}
+    else:
+        entry, rule = _entry(engines, "draft_model"), "coupled"
+        more = {"frequency_penalty": 1.2, "repetition_penalty": 1.3, "logit_bias": {3: 1.5, 7: -100.0}}
+    params = params_of(rule, entry["method"], max_tokens=4)
+    return entry, [*params[:7], params[7].replace(max_tokens=30, **more)]
+
+
+def text_and_moves(engines: Engines, entry: dict[str, Any], params: list[SamplingParams]) -> tuple[Any, int]:
+    """What an engine with seats says, and how often a request took another one."""
+    moved: list[int] = []
+    move = SeatedSteps.move
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SeatedSteps, "move", lambda *args: (moved.append(args[1]), move(*args)))
+        return token_ids(engines.pair(entry).ahead.generate(engines.prompts, params)), len(moved)
+
+
+@pytest.mark.parametrize("what", ["features", "shaping"])
+def test_who_takes_another_seat_goes_on_as_it_stood(engines: Engines, what: str) -> None:
+    entry, params = moving(engines, what)
+    wanted = token_ids(engines.pair(entry).waiting.generate(engines.prompts, params))
+    found, moved = text_and_moves(engines, entry, params)
+    assert found == wanted and moved
+
+
+def test_who_leaves_its_penalties_behind_does_not(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above notices it. What features a head reads may change no draw: `tests/unit/test_seats.py`."""
+    entry, params = moving(engines, "shaping")
+    wanted = token_ids(engines.pair(entry).waiting.generate(engines.prompts, params))
+    monkeypatch.setattr(Shaping, "move", lambda *_: None)
+    found, moved = text_and_moves(engines, entry, params)
+    assert moved and found[:7] == wanted[:7] and found[7] != wanted[7]
+
+
 LEAVING = [
     ("draft_model", "coupled"),
     ("draft_model", "rejection"),
@@ -941,6 +992,33 @@ def test_a_drafter_that_cannot_say_whether_it_takes_part_does_not(
         outputs = llm.generate(engines.prompts, params)
         assert token_ids(outputs) == wanted and outputs[0].metrics.speculation.num_drafts > 1
         assert llm.stats().drafter_failures == {"draft_model.seated": 1}
+
+
+def test_who_finds_no_loop_leaves_alone(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One drafter has nothing captured for this kind of draws: its requests decode in the ordinary way from then on,
+    those beside them go on in seats."""
+    used = [_entry(engines, "draft_model"), _entry(engines, "eagle3")]
+    methods = ("eagle3", "draft_model", "none")
+    params = [params_of("greedy", method)[i] for i, method in enumerate(methods)]
+    wanted = token_ids(engines.waiting.generate(engines.prompts[:3], params))
+    with engines.make(async_scheduling=True, speculative_config=used) as llm:
+        found = seats(llm)
+        monkeypatch.setattr(found._seating.drafters["eagle3"]._drafter, "seats", lambda *_: None)
+        for _ in range(2):
+            before = found.num_steps
+            assert token_ids(llm.generate(engines.prompts[:3], params)) == wanted
+            assert found._without == {("eagle3", "argmax")} and found.num_steps > before + 5
+        assert not llm.stats().drafter_failures
+        llm.check_integrity()
+
+
+def test_ways_that_find_nothing_in_common_leave_those_who_do_not_draft(engines: Engines) -> None:
+    """Each drafter finds a pass and a loop, but both do not find one pass."""
+    found = seats(engines.ahead)
+    ways: dict[Any, Any] = {("draft_model", "argmax"): [], ("none", "argmax"): [], ("eagle3", "argmax"): []}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found, "_shape", lambda some, *_: None if len(some) > 1 else ())
+        assert found._uncaptured(ways, 3, 20) == {("draft_model", "argmax"), ("eagle3", "argmax")}
 
 
 def test_look_ups_that_nobody_configured_take_the_passes_there_are(engines: Engines) -> None:

@@ -27,7 +27,7 @@ from draftwise.graphs.chains import ChainLoop
 from draftwise.graphs.loop import Drafter, LoopMemory
 from draftwise.graphs.plans import distribution_rows
 from draftwise.graphs.seats import rows
-from draftwise.graphs.seats.features import DrafterSeats, SeatedLoop
+from draftwise.graphs.seats.features import DrafterSeats, SeatedLoop, SeatFeatures
 from draftwise.graphs.seats.memory import (
     ACCEPTED,
     ANSWER,
@@ -267,6 +267,44 @@ def test_logits_are_shaped_as_elsewhere() -> None:
         for seat in range(SEATS - 1):
             states[seat].commit((6, 6, 1))
             known[seat] = np.append(known[seat], np.array([6, 6, 1], np.int32))
+
+
+@torch.inference_mode()
+def test_what_a_seat_holds_moves_with_its_request() -> None:
+    """State and blocks, what a head goes on from, what it has said, and its biases, where its drafter finds them."""
+    memory = random_memory(3, CPU)
+    steps = SeatedSteps(memory, Rerun(CPU))
+    features, shaping = steps.features, steps.shaping
+    features._read[1] = torch.rand((SEATS * (DRAFTS + 1), 5), generator=torch.Generator().manual_seed(1))
+    features.enter(4, 1, torch.rand((2, 5), generator=torch.Generator().manual_seed(2)))
+    state = SamplingState(
+        SamplingParams(presence_penalty=1.0, repetition_penalty=1.3, logit_bias={3: 9.0}),
+        seed=1,
+        sample_index=0,
+        token_ids_np=np.arange(12, dtype=np.int32),
+        num_prompt=4,
+        vocab_size=VOCAB,
+    )
+    shaping.enter(4, state)
+
+    def held(seat: int) -> list[list[float]]:
+        tables = shaping._bias, shaping._counts, shaping._seen
+        kept = [features.of(seat, 1, 2), memory.state[seat], memory.tables[seat]]
+        kept += [table[seat] for table in tables if table is not None]
+        return [x.flatten().tolist() for x in kept if x is not None]
+
+    before = held(4)
+    assert len(before) == 6 and all(any(part) for part in before)
+    steps.move(4, 1)
+    assert held(1) == before
+    assert shaping._bias is not None and shaping._steered[1] == shaping._bias[1].data_ptr()
+
+
+@pytest.mark.parametrize("part", [SeatMemory, SeatFeatures, Shaping])
+def test_a_part_that_does_not_move_is_found(part: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part, "move", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_what_a_seat_holds_moves_with_its_request()
 
 
 # ----------------------------------------------------------------------------------------- a whole step

@@ -112,7 +112,7 @@ class GraphSetup:
         captures = self._loops(steps, steps, tree, head.mask_token is not None and block is None)
         if head.num_depths > 1 and (tree is not None or steps < head.num_depths):
             captures = Captures(())  # a tree's layers read what other nodes have been given
-        elif block is not None:
+        elif block is not None and captures.loops:
             captures = replace(captures, block=block.rows_of(steps if tree is None else tree.levels))
         self._plan(f"head {type(head).__name__}", captures)
         return GraphedHead(head, captures, self.block_size, self.backend)

@@ -327,10 +327,11 @@ class Seats:
         rules = sorted({member.way.rule for member in members}, key=at.RULES.index)
         drafts = max((self._seating.steps_of(method) for method, _ in ways), default=0)
         reach = max(min(m.row.num_tokens + 3 * (drafts + 1), m.row.max_total + drafts) + 1 for m in members)
-        found = self._shape(ways, 1 + max(member.seat for member in members), reach)
+        wanted = 1 + max(member.seat for member in members)
+        found = self._shape(ways, wanted, reach)
         if found is None:
             if not any(member.row.drafting_failed for member in members):
-                self._without.update(ways)
+                self._without |= self._uncaptured(ways, wanted, reach)
             self.end()
             return None
         for member in members:
@@ -393,6 +394,14 @@ class Seats:
             if len(loops) == len(drafting):
                 return found, loops, looking
         return None
+
+    def _uncaptured(
+        self, ways: Mapping[tuple[str, LoopKind], Sequence[Row]], seats: int, keys: int
+    ) -> set[tuple[str, LoopKind]]:
+        """Those of some ways on whose account `_shape` finds nothing: it does not even for one of them alone. Where it
+        does for each, their passes or loops differ; all that draft then, so that others keep their seats."""
+        alone = {way for way, rows in ways.items() if self._shape({way: rows}, seats, keys) is None}
+        return alone or {way for way in ways if way[0] != "none"}
 
     def finish(self, flight: Flight) -> list[RowResult]:
         """Wait for a step and those before it, and record its results."""
