@@ -182,8 +182,9 @@ void start_workers(Pool* pool, State* state) {
 }
 
 bool started(const Pool* pool) {
-  return pool->state.load(std::memory_order_acquire) != nullptr &&
-         pool->forks.load(std::memory_order_relaxed) == g_forks.load(std::memory_order_relaxed);
+  // The number of forks first: it is written behind the state, so that who sees it does not get the parent's.
+  return pool->forks.load(std::memory_order_acquire) == g_forks.load(std::memory_order_relaxed) &&
+         pool->state.load(std::memory_order_acquire) != nullptr;
 }
 
 // Threads do not survive a fork, and their copy of the state may be in the middle of a job.
@@ -196,8 +197,8 @@ State& ensure_started(Pool* pool) {
       start_workers(pool, state.get());
       // after a fork the parent's copies are left alone: a thread that no longer exists may hold them
       if (pool->state.load() != nullptr) pool->turn = turn.release();
-      pool->forks.store(g_forks.load());
       pool->state.store(state.release(), std::memory_order_release);
+      pool->forks.store(g_forks.load(), std::memory_order_release);
     }
   }
   return *pool->state.load(std::memory_order_acquire);
