@@ -88,23 +88,30 @@ def test_others_go_on_after_a_step_that_was_broken_off(tiny: TinyModels, call: i
     engine.close()
 
 
+def shared_by_others(tiny: TinyModels, *drafters: dict[str, Any]) -> AsyncLLM:
+    """An engine with a draft model, and with these ``drafters``."""
+    return AsyncLLM(
+        tiny.target,
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        num_kv_blocks=64,
+        speculative_config=[DRAFTS | {"model": tiny.near}, *drafters],
+        speculation_control="static",
+    )
+
+
+async def one(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> Any:
+    """The output of a request, whole."""
+    return [output async for output in llm.generate(prompt, params)][-1].outputs[0]
+
+
 @pytest.mark.parametrize(
     "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()], ids=repr
 )
 def test_a_processor_cannot_end_the_engine_of_others(tiny: TinyModels, error: BaseException) -> None:
-    async def one(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> Any:
-        return [output async for output in llm.generate(prompt, params)][-1].outputs[0]
-
     async def main() -> None:
-        llm = AsyncLLM(
-            tiny.target,
-            dtype="float32",
-            device="cpu",
-            skip_tokenizer_init=True,
-            num_kv_blocks=64,
-            speculative_config=DRAFTS | {"model": tiny.near},
-            speculation_control="static",
-        )
+        llm = shared_by_others(tiny)
         prompts = random_prompts(2, seed=4)
         wanted = await one(llm, prompts[0], GREEDY)
         bad = GREEDY.replace(logits_processors=[Raises(error, 1)], speculation={"method": "none"})
@@ -158,22 +165,8 @@ def test_a_plugin_cannot_end_the_engine_of_others(tiny: TinyModels, error: BaseE
     register_proposer("ends", Ends)
     register_verifier("ends", EndsRule)
 
-    async def one(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> Any:
-        return [output async for output in llm.generate(prompt, params)][-1].outputs[0]
-
     async def main() -> None:
-        llm = AsyncLLM(
-            tiny.target,
-            dtype="float32",
-            device="cpu",
-            skip_tokenizer_init=True,
-            num_kv_blocks=64,
-            speculative_config=[
-                DRAFTS | {"model": tiny.near},
-                {"method": "ends", "num_speculative_tokens": 2},
-            ],
-            speculation_control="static",
-        )
+        llm = shared_by_others(tiny, {"method": "ends", "num_speculative_tokens": 2})
         prompts = random_prompts(2, seed=4)
         wanted = await one(llm, prompts[0], GREEDY)
         bad = GREEDY.replace(speculation={"method": "ends"})
