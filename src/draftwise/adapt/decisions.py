@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, cuts_of, pays_at_best
+from draftwise.adapt.endings import Endings
 from draftwise.adapt.following import Following
 from draftwise.adapt.ledger import Ledger
 from draftwise.adapt.performance import PerformanceModel, bucket, class_of_batch
@@ -51,6 +52,7 @@ class Decisions:
         self._roster = roster
         self._ledger = ledger
         self._following = following
+        self.endings = Endings()
         self._together = together
         self._batch_bucket = 0
         self._mean_context = 0
@@ -92,6 +94,7 @@ class Decisions:
         self.num_decisions += 1
         prices = self.prices = Prices(n, context, sampled, plain, step, self._together)
         self.plain_known = self._model.times_measured(n, n, context, sampled) >= 3
+        self.endings.weigh(self._roster.present(), prices, self._model, closed=self._roster.closed)
         options, rate = choose(groups, prices, self._model)
         self.rate_gain = rate * plain / n
         interval = max(round(settings.idle_interval / self.rounds), settings.interval)
@@ -159,7 +162,7 @@ class Decisions:
         if option.cap:
             group.last_cap = option.cap
         drafting = sum(on for _, on in option.members)
-        group.accepted = option.tokens / drafting if drafting else None
+        group.accepted = option.accepted / drafting if drafting else None
         if not option.cap:
             group.hopeful = pays_at_best(group, members, self.prices, self._model)
             for member in members:
