@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from tests.fakes.simulated import Simulation, Step, World
 
@@ -127,8 +129,12 @@ def test_a_batch_is_closed_once_all_have_a_place(places: int, closed: bool) -> N
     assert controller.closed, "the last one has a place, too"
 
 
-async def test_a_call_of_llm_is_closed_and_a_server_is_not() -> None:
+def test_a_call_of_llm_is_closed_and_a_server_is_not() -> None:
     with LLM() as llm:
         assert llm._engine.core.scheduler.closed
-    async with AsyncLLM() as server:
-        assert not server._engine.core.scheduler.closed
+
+    async def serve() -> None:
+        async with AsyncLLM() as server:
+            assert not server._engine.core.scheduler.closed
+
+    asyncio.run(serve())

@@ -143,7 +143,8 @@ class Scheduler:
         waiting = bool(self._waiting)
         entering = self.adapters.num_entering(self._waiting) if waiting else 0
         self._batch_size = min(len(self._running) + entering, self.config.max_num_seqs)
-        self._controller.closed = self.closed and self._batch_size == len(self._running) + len(self._waiting)
+        all_enter = not waiting or self._batch_size == len(self._running) + len(self._waiting)
+        self._controller.closed = self.closed and all_enter
         shape = StepShape(note=self._controller.begin(self._batch_size))
         self._before, self._newest = self._newest, PlannedStep(shape)
         preempted = self.num_preemptions
