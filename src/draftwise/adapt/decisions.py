@@ -115,7 +115,10 @@ class Decisions:
             early = guessed or step < settings.warm_steps
             quick = min(max(_QUICK / plain, 1.0), _MOST_QUICK)
             self.stride = round(_STRIDE * quick)
-            interval = min(interval, settings.warm_interval if early else round(settings.interval * quick))
+            usual = settings.interval * quick
+            if self._roster.closed and n > 1:
+                usual /= self.rounds  # who is ahead is soon another one
+            interval = min(interval, settings.warm_interval if early else max(round(usual), 1))
             if step < settings.first_steps and not guessed:
                 interval = 1
         elif step < settings.first_steps:
