@@ -248,11 +248,13 @@ def test_interrupted_generation_leaves_a_usable_engine(make_llm: Callable[..., L
     assert token_ids(llm.generate(prompts, GREEDY)) == wanted
 
 
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_ctrl_c_in_the_middle_of_the_books(
-    make_llm: Callable[..., LLM], ahead: bool, monkeypatch: pytest.MonkeyPatch
+    make_llm: Callable[..., LLM], ahead: bool, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes while the scheduler plans, behind the call that took blocks: the step is finished first."""
+    """It comes while the scheduler plans, behind the call that took blocks: the step is finished first, however often
+    somebody presses the keys."""
     llm = make_llm(async_scheduling=ahead)
     prompts = random_prompts(5, seed=3)
     wanted = token_ids(llm.generate(prompts, GREEDY))
@@ -263,7 +265,8 @@ def test_ctrl_c_in_the_middle_of_the_books(
         calls += 1
         done = reserve(*arguments, **named)
         if calls == 12:
-            signal.raise_signal(signal.SIGINT)
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
         return done
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

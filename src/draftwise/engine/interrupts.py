@@ -18,14 +18,16 @@ _SIGNALS = tuple(
 
 class WholeSteps:
     """Inside this context handlers of signals run at once, but what they raise waits for `check`, which is called
-    between two steps. What a second one raises does not wait.
+    between two steps. What a second one raises does not wait, unless the books are being written.
 
     KeyboardInterrupt, or the TimeoutError of an alarm, in the middle of planning or of taking in a step would leave the
     books of scheduler and cache half written, and the engine, which goes on to be used, would give out a block twice.
     In a drafter or a logits processor it would be taken for an error of theirs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, breakable: Callable[[], bool] = lambda: True) -> None:
+        """``breakable``: whether a second one may come through now."""
+        self._breakable = breakable
         self.broken_off = False
         """Whether `check` raised something."""
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}  # the program's
@@ -46,13 +48,13 @@ class WholeSteps:
         return self
 
     def _run(self, number: int, frame: FrameType | None) -> None:
-        if self._held is not None or self._over:
+        if self._over or (self._held is not None and self._breakable()):
             self._handlers[number](number, frame)
             return
         try:
             self._handlers[number](number, frame)
         except BaseException as error:
-            self._held = error
+            self._held = self._held or error
 
     def check(self) -> None:
         """Raise what a handler has raised."""

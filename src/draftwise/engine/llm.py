@@ -111,7 +111,7 @@ class LLM(OwnSteps, Absent):
         engine = self._alive()
         requests = [request for group in groups for request in group.requests]
         open_rids = {request.rid for request in requests}
-        with WholeSteps() as steps:
+        with WholeSteps(lambda: engine.core.computing) as steps:
             try:
                 with torch.inference_mode(), engine.core.executor.many_steps():
                     for request in requests:

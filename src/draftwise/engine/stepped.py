@@ -67,7 +67,7 @@ class LLMEngine(OwnSteps):
         group = engine.processor.group(one_prompt(prompt), chosen, request_id, priority, lease=lease)
         for request in group.requests:
             engine.core.scheduler.check(request.num_prompt, request.max_total)
-        with WholeSteps():
+        with WholeSteps(lambda: engine.core.computing):
             for request in group.requests:
                 engine.core.add(request)
                 self._names[request.rid] = request_id
@@ -78,12 +78,12 @@ class LLMEngine(OwnSteps):
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns an output per changed prompt, as its ``output_kind`` asks. What Ctrl-C or
         another signal raises waits for the end of the step, whose outputs then come with those of the next call. A
-        second Ctrl-C does not wait: the step is computed again.
+        second Ctrl-C does not wait for the device: the step is computed again.
 
         Raises EngineDeadError if the engine was closed or fails.
         """
         engine = self._alive()
-        with WholeSteps(), own_device(), torch.inference_mode():
+        with WholeSteps(lambda: engine.core.computing), own_device(), torch.inference_mode():
             try:
                 with lifetime.computing():
                     updates = engine.core.step()
@@ -110,7 +110,7 @@ class LLMEngine(OwnSteps):
         """Stop one request or several; unknown ids are ignored."""
         engine = self._alive()
         names = [request_id] if isinstance(request_id, str) else list(request_id)
-        with WholeSteps():
+        with WholeSteps(lambda: engine.core.computing):
             for name in names:
                 if name in self._groups:
                     for request in self._groups[name].requests:
