@@ -1,4 +1,4 @@
-"""The two moments at which a process changes under its threads: when the interpreter ends, and when it forks.
+"""The moments at which a process changes under its threads: when the interpreter ends, and when it forks.
 
 **The end.** Python cuts daemon threads off wherever they are: a thread that comes back from native code then meets an
 interpreter that is being taken apart. So whatever computes with a model does it inside `computing`, and at the end of
@@ -9,6 +9,9 @@ what a call still reads.
 
 This happens in an ``atexit`` callback: the main thread is done, and so are threads that are no daemons, which may use
 an engine to their own end.
+
+**Temporary folders.** A command that a signal ends does not unwind (``cli/signals.py``), so what it has put into the
+system's folder for temporary files would stay there: `passing_folder` keeps a list.
 
 **A fork.** The child has the memory of all threads and only one of them. Objects with threads or locks register with
 `survive_forks` and are told in the child, where they begin anew or say that they are gone.
@@ -21,9 +24,13 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import shutil
+import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -152,8 +159,30 @@ def _end() -> None:
         _door.shut = True
 
 
+_folders: set[str] = set()
+
+
+@contextmanager
+def passing_folder(prefix: str) -> Iterator[str]:
+    """A new temporary folder, which is gone afterwards; also if a signal ends the command meanwhile."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    _folders.add(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _folders.discard(folder)
+
+
+def remove_folders() -> None:
+    """Remove the folders of `passing_folder` now: nothing unwinds any more."""
+    for folder in list(_folders):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _forked() -> None:
     global _door
+    _folders.clear()  # the parent's
     shut, _door = _door.shut, _Door()
     _door.shut = shut
     for forkable in list(_forkables):

@@ -123,6 +123,10 @@ def test_a_file_of_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "stream" in found["stream"]["error"]["message"] and "custom_id" in found[""]["error"]["message"]
     asked.write_text(json.dumps(lines[0]))
     assert main.main(command) == 0
+    capsys.readouterr()
+    if Path("/dev/full").exists():
+        assert main.main(["run-batch", "-i", str(asked), "-o", "/dev/full", *SMALL]) == 1
+        assert "draftwise: --output-file /dev/full: No space left on device" in capsys.readouterr().err
     for wrong in (["-i", str(tmp_path / "none"), "-o", "-"], ["-i", str(answered.parent), "-o", "-"]):
         assert main.main(["run-batch", *wrong, *SMALL]) == 2
 

@@ -199,6 +199,7 @@ def test_the_command_and_what_it_leaves(
     run(capsys, *base, "--output", str(tmp_path / "files"), "--layers", "2", code=2)
     run(capsys, *base, "--output", str(tmp_path / "new"), "--layers", "9", code=2)
     run(capsys, *base, "--output", str(tmp_path / "texts.jsonl"), code=2)
+    run(capsys, *base, "--output", str(tmp_path / "texts.jsonl" / "below"), code=2)  # before it computes
     again = [*base, "--output", str(tmp_path / "files"), "--layers", "1", "2"]
     run(capsys, *again, "--dtype", "bfloat16", code=2)
     data = tmp_path / "texts.jsonl"

@@ -19,8 +19,10 @@ from draftwise import (
     LLMEngine,
     ModelLoadError,
     RequestError,
+    RequestOutput,
     SamplingParams,
 )
+from draftwise.engine.group import RequestGroup
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.outputs import CompletionOutput
 from draftwise.kv.manager import KVManager
@@ -246,11 +248,13 @@ def test_interrupted_generation_leaves_a_usable_engine(make_llm: Callable[..., L
     assert token_ids(llm.generate(prompts, GREEDY)) == wanted
 
 
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_ctrl_c_in_the_middle_of_the_books(
-    make_llm: Callable[..., LLM], ahead: bool, monkeypatch: pytest.MonkeyPatch
+    make_llm: Callable[..., LLM], ahead: bool, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes while the scheduler plans, behind the call that took blocks: the step is finished first."""
+    """It comes while the scheduler plans, behind the call that took blocks: the step is finished first, however often
+    somebody presses the keys."""
     llm = make_llm(async_scheduling=ahead)
     prompts = random_prompts(5, seed=3)
     wanted = token_ids(llm.generate(prompts, GREEDY))
@@ -261,7 +265,8 @@ def test_ctrl_c_in_the_middle_of_the_books(
         calls += 1
         done = reserve(*arguments, **named)
         if calls == 12:
-            signal.raise_signal(signal.SIGINT)
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
         return done
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -309,6 +314,63 @@ def test_ctrl_c_in_the_last_step_of_a_stepped_engine(
         assert interrupts == 1 and outputs[-1].finished
         assert len(outputs[-1].outputs[0].token_ids) == 20
         assert engine.get_num_unfinished_requests() == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+        engine.close()
+
+
+@pytest.mark.parametrize("where", ["add", "cancel", "output"])
+def test_ctrl_c_between_the_steps_of_a_stepped_engine(tiny: TinyModels, where: str) -> None:
+    """A prompt is queued whole or not at all, stopped whole, and no output is lost."""
+    # also where tests run in the background
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine = LLMEngine(tiny.target, dtype="float32", skip_tokenizer_init=True, num_kv_blocks=64)
+    two = GREEDY.replace(n=2)
+
+    def finished() -> dict[str, RequestOutput]:
+        found: dict[str, RequestOutput] = {}
+        for _ in range(60):
+            if not engine.has_unfinished_requests():
+                return found
+            found.update((output.request_id, output) for output in engine.step())
+        raise AssertionError("never finishes")
+
+    try:
+        core = engine._alive().core
+        engine.add_request("r", [3, 4, 5], two)
+        wanted = [sample.token_ids for sample in finished()["r"].outputs]
+        owner: Any = RequestGroup if where == "output" else core
+        real = getattr(owner, where)
+
+        def interrupted(*arguments: Any) -> Any:
+            done = real(*arguments)
+            if where != "output" or arguments[0].finished:
+                setattr(owner, where, real)
+                signal.raise_signal(signal.SIGINT)
+            return done
+
+        found: dict[str, RequestOutput] = {}
+        if where != "add":
+            engine.add_request("r", [3, 4, 5], two)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                if where == "add":
+                    engine.add_request("r", [3, 4, 5], two)
+                elif where == "cancel":
+                    engine.step()
+                    engine.abort_request("r")
+                else:
+                    found = finished()
+        found = finished()
+        if where == "cancel":
+            assert not found
+        else:
+            assert [sample.token_ids for sample in found["r"].outputs] == wanted
+        assert engine.get_num_unfinished_requests() == 0
+        engine.add_request("r", [3, 4, 5], two)
+        assert [sample.token_ids for sample in finished()["r"].outputs] == wanted
+        core.check_integrity()
     finally:
         signal.signal(signal.SIGINT, before)
         engine.close()

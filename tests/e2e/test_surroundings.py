@@ -98,7 +98,7 @@ def test_a_child_builds_although_a_thread_of_its_parent_was_building() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def build() -> None:
-        with alone:
+        with alone.take():
             inside.set()
             leave.wait(60)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from draftwise.cluster.children import belong_to
 from draftwise.cluster.ranking import run_rank
 from draftwise.kernels.ranks import Ranks
 from draftwise.runner.executor import Executor
@@ -35,4 +36,5 @@ def work(setting: Any, ranks: Ranks) -> tuple[Executor, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(int(sys.argv[1]), int(sys.argv[2]), work))
+    belong_to(int(sys.argv[2]))
+    sys.exit(run_rank(int(sys.argv[1]), work))

@@ -50,6 +50,11 @@ except BaseException:
 while True:
     pass
 """
+IN_NATIVE_CODE = """
+import hashlib
+ready()
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)  # an hour
+"""
 HANGS_AT_THE_END = """
 import atexit, time
 def hang():
@@ -67,6 +72,8 @@ signals.finish(7)
         (signal.SIGTERM, BUSY, (), 143, "draftwise: terminated\n"),
         (signal.SIGTERM, BUSY, ("serve", "--port", "0"), 0, "draftwise: terminated\n"),
         (signal.SIGINT, SWALLOWS, (), 130, "draftwise: interrupted\n"),
+        (signal.SIGINT, IN_NATIVE_CODE, (), 130, "draftwise: interrupted\n"),
+        (signal.SIGTERM, IN_NATIVE_CODE, (), 143, "draftwise: terminated\n"),
         (signal.SIGINT, HANGS_AT_THE_END, (), 7, ""),
         (signal.SIGTERM, HANGS_AT_THE_END, (), 7, ""),
     ],
@@ -75,6 +82,36 @@ def test_a_signal_is_one_line_and_a_code(
     number: int, script: str, arguments: tuple[str, ...], code: int, line: str
 ) -> None:
     assert ended_by(number, script, *arguments) == (code, line)
+
+
+def test_temporary_folders_are_gone(tmp_path: Path) -> None:
+    script = """
+import tempfile
+tempfile.tempdir = sys.argv[1]
+from draftwise import lifetime
+with lifetime.passing_folder("one-") as one, lifetime.passing_folder("two-"):
+    open(one + "/file", "w").close()
+    assert len(os.listdir(sys.argv[1])) == 2
+    ready()
+    while True:
+        pass
+"""
+    assert ended_by(signal.SIGTERM, script, str(tmp_path)) == (143, "draftwise: terminated\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_of_a_forked_child_is_not_its_parents() -> None:
+    script = """
+import time
+if not os.fork():
+    signal.raise_signal(signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 143
+time.sleep(2 * signals._PATIENCE)
+ready()
+while True:
+    pass
+"""
+    assert ended_by(signal.SIGINT, script) == (130, "draftwise: terminated\ndraftwise: interrupted\n")
 
 
 def test_commands_that_finish_something_are_interrupted_by_an_exception() -> None:

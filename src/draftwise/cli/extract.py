@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("extract drafts nothing: leave the speculative options out")
     from draftwise import LLM
     from draftwise.train.extract import Job, extract, open_folder
+    from draftwise.train.folders import make_folder
 
     path = options.get("model")
     layers = tuple(args.layers) if args.layers else default_layers(_num_layers(path, options.get("revision")))
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     if args.output.exists() and not args.output.is_dir():
         raise UsageError(f"--output {args.output}: not a folder")
+    make_folder(args.output, "--output")
     with LLM(**options) as llm:
         longest = llm.max_model_len - 1
         job = Job(

@@ -15,7 +15,7 @@ from draftwise.cli.inputs import read_stdin
 from draftwise.cli.numbers import positive
 from draftwise.cli.options import ENGINE_BOOLEANS, add_engine_options, engine_kwargs, split_names
 from draftwise.cli.report import note, progress
-from draftwise.errors import ConfigError, install
+from draftwise.errors import ConfigError, DraftwiseError, install
 
 if TYPE_CHECKING:
     from draftwise.cli.options import Subparsers
@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         model_names=tuple(names or [options.get("model") or DEFAULT_MODEL_NAME]), lora_modules=modules
     )
 
+    unwritten: list[OSError] = []
+
     async def work(output: TextIO) -> tuple[int, int]:
         async with AsyncLLM(**options) as llm:
             for module in modules:
@@ -95,20 +97,29 @@ def run(args: argparse.Namespace) -> int:
             with progress(len(lines), "requests") as advance:
 
                 def write(answer: dict[str, Any]) -> None:
-                    output.write(json.dumps(answer, ensure_ascii=False) + "\n")
-                    output.flush()
+                    try:
+                        output.write(json.dumps(answer, ensure_ascii=False) + "\n")
+                        output.flush()
+                    except OSError as error:
+                        unwritten.append(error)
+                        raise
                     advance("")
 
                 return await answer_all(create_app(llm, config), lines, write, args.at_once)
 
-    with contextlib.ExitStack() as stack:
-        output = sys.stdout
-        if args.output_file != "-":
-            try:
-                output = stack.enter_context(open(args.output_file, "w", encoding="utf-8"))
-            except OSError as error:
-                raise UsageError(f"--output-file {args.output_file}: {error.strerror}") from None
-        count, failed = asyncio.run(work(output))
+    try:
+        with contextlib.ExitStack() as stack:
+            output = sys.stdout
+            if args.output_file != "-":
+                try:
+                    output = stack.enter_context(open(args.output_file, "w", encoding="utf-8"))
+                except OSError as error:
+                    raise UsageError(f"--output-file {args.output_file}: {error.strerror}") from None
+            count, failed = asyncio.run(work(output))
+    except OSError as error:  # closing the file fails, too, with an error of its own
+        if unwritten and not isinstance(error, BrokenPipeError):
+            raise DraftwiseError(f"--output-file {args.output_file}: {error.strerror}") from None
+        raise
     note(
         f"{count} request{'s' * (count != 1)} answered"
         + (f", {failed} of them with an error" if failed else "")

@@ -20,7 +20,7 @@ _LAST_WORDS = 30
 
 class Lifeline:
     """A pipe whose one end only this process holds. Children read from the other: nothing ever comes but its end, and
-    then they end, whatever they do (`die_with`)."""
+    then they end, whatever they do (`belong_to`)."""
 
     def __init__(self) -> None:
         self.children_end, self._own_end = os.pipe()
@@ -34,8 +34,14 @@ class Lifeline:
         self._own_end = self.children_end = -1
 
 
-def die_with(lifeline: int) -> None:
-    """In a child: end when the process that started it is gone. Returns at once; a thread watches."""
+def belong_to(lifeline: int) -> None:
+    """In a child: end when the process that started it is gone, and leave it to that process what Ctrl-C and SIGTERM
+    mean, which a terminal sends to all. Returns at once; a thread watches.
+
+    Call it before anything that is slow to import: until then a host that ends leaves the child behind, which would go
+    on to import for seconds."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
     def watch() -> None:
         while os.read(lifeline, 1):

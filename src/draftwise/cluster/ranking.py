@@ -1,8 +1,7 @@
 """A rank's own process: it joins the others, builds its part of the model, and carries out orders until it is told to
 end.
 
-It ends, whatever it is doing, when the host's process is gone: a thread reads from a pipe whose other end only the host
-holds.
+Whoever starts it has said before whom it belongs to (`cluster.children.belong_to`): what is imported here takes long.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import mmap
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from typing import Any
 
 import torch
 
-from draftwise.cluster.children import die_with
 from draftwise.cluster.messages import Answer, Order, Start, digest, receive, send
 from draftwise.config.registry import register_method
 from draftwise.errors import ConfigError, ModelLoadError
@@ -30,20 +27,9 @@ Work = Callable[[Any, Ranks], tuple[Executor, Any]]
 """From the setting of a `Start` and the ranks to what executes, and what the host wants to know of it."""
 
 
-def run_rank(channel_fd: int, lifeline_fd: int, work: Work) -> int:
-    """Be a rank; returns the exit code.
-
-    Args:
-        channel_fd: file descriptor of a socket to the host.
-        lifeline_fd: of a pipe from which nothing ever comes but its end.
-    """
+def run_rank(channel_fd: int, work: Work) -> int:
+    """Be a rank; returns the exit code. ``channel_fd``: file descriptor of a socket to the host."""
     faulthandler.enable()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # the terminal sends them to all: the host decides what they mean
-        signal.signal(number, signal.SIG_IGN)
-    die_with(lifeline_fd)
     channel = Connection(channel_fd)
     start: Start = receive(channel)
     logging.getLogger("draftwise").setLevel(start.log_level if start.rank == 0 else logging.ERROR)

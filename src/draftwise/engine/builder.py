@@ -70,7 +70,7 @@ def build_engine(
     config: EngineConfig, clock: Callable[[], float] = time.perf_counter, *, keep_trace: bool = False
 ) -> Engine:
     """Load everything a config names. Raises ConfigError or ModelLoadError."""
-    with building, own_device():
+    with building.take(), own_device():
         return _build(config, clock, keep_trace)
 
 

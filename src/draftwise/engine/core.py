@@ -68,6 +68,8 @@ class EngineCore:
         self.clock = clock
         self.lock = threading.RLock()
         self.totals = Totals()
+        self.computing = False
+        """Whether the step waits for the device: broken off there, it is computed again. Elsewhere it writes books."""
         self.adapters: dict[int, Mapping[str, LowRank]] = {}
         """By number: those that the executor may be told to hold."""
         self._ahead = ahead
@@ -159,8 +161,11 @@ class EngineCore:
             moved = bool(self.scheduler.adapters.moves)
             if moved:
                 self.move_adapters()
+            self.computing = True
             result = self.executor.execute(plan)
+            self.computing = False
         except BaseException:  # Ctrl-C, say: the step has no results
+            self.computing = False
             with self.lock:
                 self.scheduler.break_off(plan)
             raise
@@ -188,7 +193,11 @@ class EngineCore:
                     return []
         # An empty plan means that nothing can be planned before the step that runs is taken in.
         flight = self._flights[0]
-        result = flight.result.result()
+        try:
+            self.computing = True
+            result = flight.result.result()
+        finally:
+            self.computing = False
         with self.lock:
             self._flights.popleft()
             updates = self.scheduler.commit(result)

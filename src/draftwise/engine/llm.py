@@ -91,7 +91,7 @@ class LLM(OwnSteps, Absent):
         if len(ranks) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(ranks)} priorities")
         adapters = _one_each(lora_request, len(many))
-        with self._turns, own_device():
+        with self._turns.take(), own_device():
             engine = self._alive()
             groups = [
                 engine.processor.group(
@@ -112,7 +112,7 @@ class LLM(OwnSteps, Absent):
         engine = self._alive()
         requests = [request for group in groups for request in group.requests]
         open_rids = {request.rid for request in requests}
-        with WholeSteps() as steps:
+        with WholeSteps(lambda: engine.core.computing) as steps:
             try:
                 with torch.inference_mode(), engine.core.executor.many_steps():
                     for request in requests:
@@ -236,12 +236,12 @@ class LLM(OwnSteps, Absent):
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False while requests hold some."""
         engine = self._alive()
-        with engine.core.lock:
+        with WholeSteps(), engine.core.lock:
             return engine.core.scheduler.kv.reset_prefix_cache()
 
     def reset_drafters(self) -> None:
         """Make drafters forget what they learned from past requests (method ``suffix``: their outputs)."""
-        with self._turns:
+        with self._turns.take(), WholeSteps():
             self._alive().core.executor.forget()
 
     def check_integrity(self) -> None:
@@ -252,7 +252,7 @@ class LLM(OwnSteps, Absent):
 
     def close(self) -> None:
         """Release models and memory, when no thread generates any more. Closing twice is fine."""
-        with self._turns:
+        with self._turns.take(), WholeSteps():
             if self._engine is not None:
                 self._engine.core.close()
                 self._engine = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from draftwise import lifetime
 from draftwise.cluster.executor import RanksExecutor
 from draftwise.cluster.group import RankGroup
 from draftwise.cluster.messages import Start
@@ -36,7 +36,7 @@ def start_ranks(config: EngineConfig) -> tuple[RanksExecutor, DeviceFacts]:
     size = config.tensor_parallel_size
     assert config.model is not None, "resolve_engine_config names the embedded model"
     check_divided(config.model, size, config.revision, config.max_model_len, config.enable_expert_parallel)
-    with tempfile.TemporaryDirectory(prefix="draftwise-") as folder:
+    with lifetime.passing_folder("draftwise-ranks-") as folder:
         on_ray = config.distributed_executor_backend == "ray"
         group = _on_ray(config) if on_ray else _on_this_machine(config, folder)
         try:

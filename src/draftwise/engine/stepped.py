@@ -39,7 +39,7 @@ class LLMEngine(OwnSteps):
         super().__init__()
         self._groups: dict[str, RequestGroup] = {}
         self._names: dict[int, str] = {}  # number of a request -> id of its prompt
-        self._news: list[RequestUpdate] = []  # of steps whose outputs nobody has got, because of a signal
+        self._outputs: list[RequestOutput] = []  # that nobody has got, because of a signal
         with lifetime.computing():
             self._engine = build_engine(check_alone(resolve_engine_config(model=model, **options)))
 
@@ -57,7 +57,8 @@ class LLMEngine(OwnSteps):
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> str:
-        """Queue a prompt under an id of the caller's; returns the id. Raises RequestError (nothing was queued)."""
+        """Queue a prompt under an id of the caller's; returns the id. Raises RequestError (nothing was queued). After
+        Ctrl-C it is queued whole or not at all."""
         engine = self._alive()
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use")
@@ -66,53 +67,59 @@ class LLMEngine(OwnSteps):
         group = engine.processor.group(one_prompt(prompt), chosen, request_id, priority, lease=lease)
         for request in group.requests:
             engine.core.scheduler.check(request.num_prompt, request.max_total)
-        for request in group.requests:
-            engine.core.add(request)
-            self._names[request.rid] = request_id
-        group.lease = None
-        self._groups[request_id] = group
+        with WholeSteps(lambda: engine.core.computing):
+            for request in group.requests:
+                engine.core.add(request)
+                self._names[request.rid] = request_id
+            group.lease = None
+            self._groups[request_id] = group
         return request_id
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns an output per changed prompt, as its ``output_kind`` asks. What Ctrl-C or
         another signal raises waits for the end of the step, whose outputs then come with those of the next call. A
-        second Ctrl-C does not wait: the step is computed again.
+        second Ctrl-C does not wait for the device: the step is computed again.
 
         Raises EngineDeadError if the engine was closed or fails.
         """
         engine = self._alive()
-        with WholeSteps(), own_device(), torch.inference_mode():
+        with WholeSteps(lambda: engine.core.computing), own_device(), torch.inference_mode():
             try:
                 with lifetime.computing():
-                    self._news += engine.core.step()
+                    updates = engine.core.step()
             except BaseException as error:
                 self._broken_off(error)
                 raise
-        updates, self._news = self._news, []
+            self._deliver(updates)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _deliver(self, updates: Sequence[RequestUpdate]) -> None:
+        """Make the outputs of a step, and forget who has ended."""
         changed = dict.fromkeys(self._names[u.request.rid] for u in updates if u.request.rid in self._names)
-        outputs = []
         for name in changed:
             group = self._groups[name]
             if group.finished or group.params.output_kind != "final_only":
-                outputs.append(group.output(group.params.output_kind))
+                self._outputs.append(group.output(group.params.output_kind))
             if group.finished:
                 self._forget(name)
         if changed and not self._groups:
-            engine.adapters.sweep(at_once)
-        return outputs
+            self._alive().adapters.sweep(at_once)
 
     def abort_request(self, request_id: str | Sequence[str]) -> None:
         """Stop one request or several; unknown ids are ignored."""
         engine = self._alive()
-        for name in [request_id] if isinstance(request_id, str) else list(request_id):
-            if name in self._groups:
-                for request in self._groups[name].requests:
-                    engine.core.cancel(request.rid)
-                self._forget(name)
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        with WholeSteps(lambda: engine.core.computing):
+            for name in names:
+                if name in self._groups:
+                    for request in self._groups[name].requests:
+                        engine.core.cancel(request.rid)
+                    self._forget(name)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
-        return self._alive().core.has_work or bool(self._groups)
+        return self._alive().core.has_work or bool(self._groups or self._outputs)
 
     def get_num_unfinished_requests(self) -> int:
         """The number of prompts that run or wait."""
@@ -124,12 +131,13 @@ class LLMEngine(OwnSteps):
 
     def close(self) -> None:
         """Release models and memory. Closing twice is fine."""
-        if self._engine is not None:
-            self._engine.core.close()
-            self._engine = None
-            self._groups.clear()
-            self._names.clear()
-            self._news.clear()
+        with WholeSteps():
+            if self._engine is not None:
+                self._engine.core.close()
+                self._engine = None
+                self._groups.clear()
+                self._names.clear()
+                self._outputs.clear()
 
     def _forget(self, name: str) -> None:
         for request in self._groups.pop(name).requests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -24,7 +24,7 @@ def own_device() -> Iterator[None]:
 
 
 class Alone:
-    """A context that one thread at a time is in, and the same thread as often as it likes.
+    """One thread at a time is in ``with alone.take():``, and the same thread as often as it likes.
 
     Engines are built in it: names that Transformers loads on first use are not there yet for a second thread, and the
     number of torch's threads is one for all."""
@@ -32,12 +32,10 @@ class Alone:
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
-    def __enter__(self) -> None:
+    def take(self) -> AbstractContextManager[object]:
+        """The lock itself: Ctrl-C cannot come between its being taken and its being held (`engine.turns`)."""
         lifetime.survive_forks(self)
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        return self._lock
 
     def after_fork_in_child(self) -> None:
         """A thread that is gone may hold the old lock."""

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from draftwise.errors import RequestError
 
 
 class Turns:
-    """A context that one thread at a time may be in; others wait for their turn.
+    """One thread at a time uses an engine; others wait for their turn: ``with turns.take():``.
 
     Two threads that step one engine would take each other's results.
-
-    Raises RequestError if the thread is in it already: a function that the engine calls has called the engine.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._lock = threading.RLock()
 
-    def __enter__(self) -> None:
-        if self._owner == threading.get_ident():
+    def take(self) -> AbstractContextManager[object]:
+        """What the turn is held in: the lock itself. Python looks at signals wherever Python code is called, so that in
+        ``__enter__`` and ``__exit__`` of our own Ctrl-C could come with the lock held, and nobody to release it.
+
+        Raises RequestError if the thread has its turn already: a function that the engine calls has called the engine.
+        """
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks its lock
             raise RequestError(
                 "the engine is generating: a function that it calls, such as a logits processor, cannot use it"
             )
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._owner = None
-        self._lock.release()
+        return self._lock

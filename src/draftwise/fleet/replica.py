@@ -7,17 +7,14 @@ but its end.
 
 from __future__ import annotations
 
-import signal
 import sys
 
-from draftwise.cluster.children import die_with
+from draftwise.cluster.children import belong_to
 
 
 def main(streams_fd: int, orders_fd: int, lifeline_fd: int) -> int:
     """Be a replica; returns the exit code. What is slow to import comes after the lifeline is watched."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the terminal sends them to all: the fleet decides
-        signal.signal(number, signal.SIG_IGN)
-    die_with(lifeline_fd)
+    belong_to(lifeline_fd)
     from draftwise.fleet.serving import serve
 
     return serve(streams_fd, orders_fd)

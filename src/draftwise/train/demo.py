@@ -34,7 +34,7 @@ from .demo_data import Corpus, build_corpus, heldout_prompts, read_source, stdli
 from .demo_export import export_model
 from .demo_recipe import DemoRecipe, RunOptions, TrainState, recipe_to_json
 from .demo_trainer import Trainer
-from .folders import make_folder
+from .folders import make_folder, whole_file
 from .progress import RunBar
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def prepare(recipe: DemoRecipe, options: RunOptions) -> tuple[Tokenizer, Corpus]
         training = (read_source(f) for f in files if f.kind == "library" and not f.heldout)
         tokenizer = train_tokenizer((text for text in training if text), recipe.target.vocab_size)
         options.work.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(str(path))
+        with whole_file(path) as partial:
+            tokenizer.save(str(partial))
     return tokenizer, build_corpus(tokenizer, files)
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from .demo_data import EOS_ID, EOS_TOKEN
 from .demo_model import DemoLlama
+from .folders import whole_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,12 +51,11 @@ def export_model(
     weights = {
         name: tensor.detach().to(_DTYPES[dtype]).contiguous() for name, tensor in model.state_dict().items()
     }
-    # Written aside and renamed: a process that has the old file mapped keeps reading it.
-    partial = folder / "model.safetensors.tmp"
-    save_file(weights, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)
-    partial.replace(folder / "model.safetensors")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    with whole_file(folder / "model.safetensors") as partial:
+        save_file(weights, partial, metadata={"format": "pt"})
+        partial.chmod(0o644)
+    with whole_file(folder / "tokenizer.json") as partial:
+        tokenizer.save(str(partial))
     _write_json(folder / "config.json", model.shape.hf_config(dtype, EOS_ID))
     _write_json(
         folder / "tokenizer_config.json",
@@ -76,11 +76,13 @@ def export_model(
             },
         },
     )
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    with whole_file(folder / "chat_template.jinja") as partial:
+        partial.write_text(CHAT_TEMPLATE, encoding="utf-8")
     _write_json(folder / "generation_config.json", {"eos_token_id": EOS_ID, "do_sample": False})
     if provenance is not None:
         _write_json(folder / "provenance.json", provenance)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

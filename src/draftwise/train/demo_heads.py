@@ -32,7 +32,7 @@ from .demo_args import check_numbers
 from .demo_data import Corpus, build_corpus, heldout_prompts, stdlib_files
 from .demo_recipe import TARGET, Schedule
 from .demo_teacher import BLOCK_LAYERS, FEATURE_LAYERS, DemoTeacher
-from .folders import make_folder
+from .folders import make_folder, whole_file
 from .heads.batch import HeadBatch, block_mask, causal_mask
 from .heads.block import BlockDrafter, BlockForm
 from .heads.build import least_used
@@ -224,7 +224,7 @@ def prepare(
     work.mkdir(parents=True, exist_ok=True)
     learned, measured = work / "own.npy", work / "own-heldout.npy"
     if not learned.exists():
-        np.save(learned, own_texts(corpus, target, own, seed))
+        _save(learned, own_texts(corpus, target, own, seed))
     if not measured.exists():
         prompts = [
             p.token_ids for p in heldout_prompts(tokenizer, HELDOUT_TEXTS, OWN_PROMPT, seed=5, root=root)
@@ -234,10 +234,15 @@ def prepare(
                 "--root: there is no held-out file to measure on, with a definition long enough"
             )
         rows = continue_prompts(target, prompts, 2 * OWN_PROMPT, temperatures=(0.0,), seed=seed)
-        np.save(measured, np.array(rows, dtype=np.uint16))
+        _save(measured, np.array(rows, dtype=np.uint16))
     data = DemoHeadData(corpus, np.load(learned), np.load(measured), DemoTeacher(target))
     mask = least_used([*corpus.library, *corpus.test, data.own.ravel()], TARGET.vocab_size)
     return data, draft_vocabulary(corpus, data.own, DRAFT_VOCABULARY), mask
+
+
+def _save(path: Path, rows: npt.NDArray[np.uint16]) -> None:
+    with whole_file(path) as partial, partial.open("wb") as file:
+        np.save(file, rows)
 
 
 def provenance(

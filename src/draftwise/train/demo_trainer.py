@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checkpoint import read_checkpoint, write_checkpoint
 from .demo_data import Corpus, join_files
 from .demo_model import DemoLlama
 from .demo_optim import MuonAdam
@@ -99,7 +100,6 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
-        path = self.checkpoint
         saved = {
             "recipe": recipe_to_json(self.recipe),
             "progress": asdict(self.state),
@@ -108,12 +108,11 @@ class Trainer:
             "target_optim": self.target_optim.state_dict(),
             "draft_optim": self.draft_optim.state_dict(),
         }
-        torch.save(saved, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
+        write_checkpoint(self.checkpoint, saved)
 
     def load(self) -> None:
-        """Continue from the checkpoint, with the schedule that was fixed when it was written."""
-        saved = torch.load(self.checkpoint, weights_only=True)
+        """Continue from the checkpoint, with the schedule that was fixed when it was written. Raises ConfigError."""
+        saved = read_checkpoint(self.checkpoint, "progress")
         self.recipe = recipe_from_json(saved["recipe"])
         self.state = TrainState(**saved["progress"])
         self.target.load_state_dict(saved["target"])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwise.errors import ConfigError, DraftwiseError
 from draftwise.propose.extract_hidden_states import write_states
+from draftwise.train.folders import whole_file
 from draftwise.train.heads.text import read_documents, tokenize
 
 if TYPE_CHECKING:
@@ -199,12 +200,11 @@ def _join(paths: Sequence[Path], shard: Path, layers: Sequence[int]) -> None:
 
 
 def _save(job: Job, progress: Progress) -> None:
-    """Write the manifest; whole or not at all."""
+    """Write the manifest; whole or not at all. Raises DraftwiseError."""
     state = {name: getattr(progress, name) for name in Progress.__slots__}
     job.output.mkdir(parents=True, exist_ok=True)
-    part = job.output / (MANIFEST + ".part")
-    part.write_text(json.dumps({**job.identity(), "progress": state}, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, job.output / MANIFEST)
+    with whole_file(job.output / MANIFEST) as part:
+        part.write_text(json.dumps({**job.identity(), "progress": state}, indent=1) + "\n", encoding="utf-8")
 
 
 def _digest(file: Path) -> str:

@@ -31,6 +31,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from draftwise.train.folders import whole_file
+
 from .block import BlockDrafter
 from .layers import HeadShape
 from .medusa import MedusaHeads
@@ -108,24 +110,22 @@ def export_draft(
     write_json(folder / "config.json", {**config, "eos_token_id": list(eos_ids) or None})
     for file in _TOKENIZER_FILES:
         if (target / file).is_file():
-            shutil.copyfile(target / file, folder / file)
+            with whole_file(folder / file) as partial:
+                shutil.copyfile(target / file, partial)
     if provenance is not None:
         write_json(folder / "provenance.json", provenance)
 
 
 def _save(weights: Mapping[str, Tensor], folder: Path) -> None:
-    # Written aside and renamed: a process that has the old file mapped keeps reading it.
-    partial = folder / "model.safetensors.tmp"
-    save_file(dict(weights), partial, metadata={"format": "pt"})
-    partial.chmod(0o644)
-    partial.replace(folder / "model.safetensors")
+    with whole_file(folder / "model.safetensors") as partial:
+        save_file(dict(weights), partial, metadata={"format": "pt"})
+        partial.chmod(0o644)
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write a JSON file, whole or not at all."""
-    partial = path.with_suffix(path.suffix + ".tmp")
-    partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def offsets(draft_ids: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ started here (`with_ranks`).
 from __future__ import annotations
 
 import os
-import tempfile
+import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,7 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from draftwise import lifetime
 from draftwise.errors import ConfigError, DraftwiseError
+
+from .child import be_child
 
 T = TypeVar("T")
 
@@ -39,6 +43,8 @@ if _SYNC not in signature(DistributedDataParallel).parameters:  # before torch 2
 """Whether every pass sends buffers around; ours are the target's, the same everywhere."""
 _PATIENCE = timedelta(hours=24)
 """How long a process waits for the others: the first one writes text and measures meanwhile."""
+_NOTICED = 5.0
+"""Seconds in which the end of another process has been noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,19 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
+def _meeting(folder: Path) -> str:
+    """A URL of a file there, as torch reads it: quoted on Windows alone. Elsewhere a folder with a space in its name
+    would be another one, in which everybody waits."""
+    file = folder / "meeting"
+    return file.as_uri() if sys.platform == "win32" else f"file://{file}"
+
+
+def _folder_of(meeting: str) -> Path:
+    """The folder of a URL of `_meeting`."""
+    path = urlsplit(meeting).path
+    return Path(url2pathname(path) if sys.platform == "win32" else path).parent
+
+
 def _ready(folder: Path, rank: int) -> Path:
     return folder / f"ready-{rank}"
 
@@ -141,6 +160,17 @@ def _await(started: Sequence[BaseProcess], folder: Path) -> None:
         time.sleep(0.02)
 
 
+def _failed(started: Sequence[BaseProcess]) -> int | None:
+    """The number of a process that failed, once that can be seen; None: all run."""
+    deadline = time.monotonic() + _NOTICED
+    while time.monotonic() < deadline:
+        for number, process in enumerate(started, 1):
+            if process.exitcode not in (None, 0):
+                return number
+        time.sleep(0.02)
+    return None
+
+
 @contextmanager
 def joined(device: str, rank: int, world: int, address: str) -> Iterator[Ranks]:
     """Be one of the processes: ``address`` is torch's ``init_method``."""
@@ -149,7 +179,7 @@ def joined(device: str, rank: int, world: int, address: str) -> Iterator[Ranks]:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if rank and address.startswith("file:"):
-        _ready(Path(url2pathname(urlsplit(address).path)).parent, rank).touch()
+        _ready(_folder_of(address), rank).touch()
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=_PATIENCE)
     try:
@@ -191,24 +221,28 @@ def with_ranks(size: int, device: str, run: Callable[[Ranks], T], others: Callab
         return run(Ranks(device=choose_device(device)))
     choose_device(device, size - 1)
     context = torch.multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="draftwise-train-") as folder:
-        address = (Path(folder) / "meeting").as_uri()
-        started = [context.Process(target=others, args=(rank, address)) for rank in range(1, size)]
-        for process in started:
-            process.start()
+    with lifetime.passing_folder("draftwise-train-") as folder:
+        address = _meeting(Path(folder))
+        work = pickle.dumps(others)
+        started = [context.Process(target=be_child, args=(work, rank, address)) for rank in range(1, size)]
         try:
+            for process in started:
+                process.start()
             _await(started, Path(folder))
             with joined(device, 0, size, address) as ranks:
-                return run(ranks)
-        except RuntimeError as error:  # a collective that lost its partner
-            dead = [i for i, process in enumerate(started, 1) if process.exitcode not in (None, 0)]
-            if not dead:
-                raise
-            raise DraftwiseError(
-                f"training process {dead[0]} of {size} failed; its message is above"
-            ) from error
-        finally:
+                try:
+                    answer = run(ranks)
+                except RuntimeError as error:  # perhaps a collective that lost its partner
+                    dead = _failed(started)
+                    if dead is None:
+                        raise
+                    raise DraftwiseError(
+                        f"training process {dead} of {size} failed; its message is above"
+                    ) from error
             for process in started:
                 process.join(timeout=30)
+            return answer
+        finally:  # after an error nobody needs them: they would wait for this process
+            for process in started:
                 if process.is_alive():
-                    process.terminate()
+                    process.kill()

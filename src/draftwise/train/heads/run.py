@@ -22,7 +22,7 @@ from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError
 from draftwise.models.tokenizer import load_tokenizer
 from draftwise.train.continuations import continue_prompts
-from draftwise.train.folders import make_folder
+from draftwise.train.folders import make_folder, whole_file
 from draftwise.train.progress import RunBar
 
 from .args import TrainOptions
@@ -111,10 +111,12 @@ def run_watched(trainer: HeadTrainer, console: Console) -> None:
         with Monitor(console) as monitor:
             trainer.run(monitor.report)
     except KeyboardInterrupt:
-        console.print(
-            f"interrupted at step {trainer.state.step}; {trainer.checkpoint} is saved, --resume continues",
-            highlight=False,
-        )
+        kept = f"{trainer.checkpoint} is saved, --resume continues"
+        if trainer.saved_step is None:
+            kept = "nothing is saved"
+        elif trainer.saved_step != trainer.state.step:
+            kept = f"{trainer.checkpoint} has step {trainer.saved_step}, --resume continues there"
+        console.print(f"interrupted at step {trainer.state.step}; {kept}", highlight=False)
         raise
 
 
@@ -248,4 +250,5 @@ def _export(
             else options.target,
         )
     picture = draw_history(trainer.state.history, trainer.options.work)
-    shutil.copyfile(picture, out / picture.name)
+    with whole_file(out / picture.name) as partial:
+        shutil.copyfile(picture, partial)

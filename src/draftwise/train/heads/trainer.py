@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import signal
 import threading
 import time
@@ -13,10 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from draftwise.errors import ConfigError, DraftwiseError
+from draftwise.train.checkpoint import read_checkpoint, write_checkpoint
 from draftwise.train.demo_optim import MuonAdam
 from draftwise.train.demo_recipe import Schedule
 
@@ -115,7 +114,8 @@ class _Interrupts(AbstractContextManager["_Interrupts"]):
         self._before: Any = None
 
     def __enter__(self) -> _Interrupts:
-        if threading.current_thread() is threading.main_thread():
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a shell's background job: it stays so
+        if threading.current_thread() is threading.main_thread() and not ignored:
             self._before = signal.signal(signal.SIGINT, self._ask)
         return self
 
@@ -148,6 +148,8 @@ class HeadTrainer:
         self.heads, self.recipe, self.options, self.source = heads, recipe, options, source
         self.ranks = ranks or Ranks()
         self.state = HeadState()
+        self.saved_step: int | None = None
+        """The step that the checkpoint has; None: this run has none yet."""
         self.identity: dict[str, Any] = {}
         """The settings that a resumed checkpoint must share: the target, the text."""
         self.optims = {
@@ -229,8 +231,6 @@ class HeadTrainer:
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
-        path = self.checkpoint
-        path.parent.mkdir(parents=True, exist_ok=True)
         saved = {
             "recipe": asdict(self.recipe),
             "identity": self.identity,
@@ -240,8 +240,8 @@ class HeadTrainer:
             "heads": {name: head.state_dict() for name, head in self.heads.items()},
             "optims": {name: optim.state_dict() for name, optim in self.optims.items()},
         }
-        torch.save(saved, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
+        write_checkpoint(self.checkpoint, saved)
+        self.saved_step = self.state.step
 
     def load(self) -> None:
         """Continue from the checkpoint, with the recipe that it was written with.
@@ -249,10 +249,7 @@ class HeadTrainer:
         Raises:
             ConfigError: it cannot be read, is of another run, or was begun with other settings; what differs is named.
         """
-        try:
-            saved = torch.load(self.checkpoint, weights_only=True, map_location="cpu")
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            raise ConfigError(f"{self.checkpoint} cannot be read: {error}") from error
+        saved = read_checkpoint(self.checkpoint, "heads")
         before = saved.get("identity", {})
         other = sorted(name for name in before | self.identity if before.get(name) != self.identity.get(name))
         if other:
@@ -261,6 +258,7 @@ class HeadTrainer:
             )
         self.recipe = self._same_settings(saved)
         self.state = HeadState(**saved["state"])
+        self.saved_step = self.state.step
         for name, head in self.heads.items():
             head.load_state_dict(saved["heads"][name])
             self.optims[name].load_state_dict(saved["optims"][name])
@@ -328,8 +326,10 @@ class HeadTrainer:
                     raise KeyboardInterrupt
                 if stop:
                     return False
-        if ranks.first:
-            self.save()
+            if ranks.first:
+                self.save()
+            if interrupts.asked:
+                raise KeyboardInterrupt
         return True
 
     def _one_step(self, steps: int) -> dict[str, Tensor]:
