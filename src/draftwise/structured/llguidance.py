@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from draftwise.errors import ConfigError, RequestError, install
+from draftwise.errors import ConfigError, ParametersError, RequestError, install
 from draftwise.sampling.masks import Words
 from draftwise.sampling.structured import GrammarKind, StructuredOutputs
 from draftwise.structured.base import Grammar, GrammarBackend, Matcher
@@ -261,17 +261,17 @@ def _plain(error: BaseException) -> BaseException:
     if type(error).__name__ != "PanicException":
         return error
     logger.error("the grammar library failed: %s", error)
-    return RequestError(f"structured_outputs: {_FAILED}")
+    return ParametersError(f"structured_outputs: {_FAILED}")
 
 
-def _refused(what: str, error: object) -> RequestError:
+def _refused(what: str, error: object) -> ParametersError:
     """The library's message as one short line; its panics go to the log."""
     words = _one_line(str(error).replace("<non-verbose/>", ""))
     if words.startswith("panic"):
         logger.error("the grammar library failed: %s", words)
         words = _FAILED
     words = words if len(words) <= _LONGEST_ERROR else words[: _LONGEST_ERROR - 3] + "..."
-    return RequestError(f"structured_outputs: {what}: {words}")
+    return ParametersError(f"structured_outputs: {what}: {words}")
 
 
 def _one_line(error: object) -> str:
