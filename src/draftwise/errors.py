@@ -45,6 +45,11 @@ class ContextLengthError(RequestError):
     """A prompt is too long for the model, or a request for the whole K/V cache."""
 
 
+class ParametersError(RequestError):
+    """A request fails by its own parameters, perhaps while it runs: they exclude every token, or its grammar cannot be
+    followed."""
+
+
 class EngineDeadError(DraftwiseError):
     """The engine stopped after an internal failure, or was closed; no further request is accepted."""
 

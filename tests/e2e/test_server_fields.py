@@ -248,3 +248,47 @@ def test_the_list_of_models_with_a_slash_behind(server: RunningServer) -> None:
     for path in ("/v1/models", "/v1/models/"):
         assert json.loads(server.request("GET", path)[2])["object"] == "list"
     assert json.loads(server.request("GET", "/v1/models/tiny")[2])["object"] == "model"
+
+
+@pytest.mark.parametrize("seconds", [10**400, -(10**400), 1e308, 0])
+def test_a_deadline_that_is_no_time_is_refused(server: RunningServer, seconds: float) -> None:
+    found = error(server, "/v1/completions", prompt="x", timeout=seconds)
+    assert found["param"] == "timeout" and "at least 0.001" in found["message"]
+
+
+def test_newer_fields_of_openais_are_known(server: RunningServer) -> None:
+    assert chat(server, prompt_cache_options={"mode": "implicit"})["choices"]
+    found = error(server, "/v1/chat/completions", messages=[USER], moderation={"model": "m"})
+    assert found["code"] == "unsupported_parameter" and "moderation is not supported" in found["message"]
+    for field in ("access_programs", "background_options", "context_management", "image", "moderation"):
+        found = error(server, "/v1/responses", input="x", **{field: {"a": 1}})
+        assert found["code"] == "unsupported_parameter" and found["param"] == field
+    nothing = {"stream_options": {"include_obfuscation": False}, "stream": True}
+    status, _, _ = server.request("POST", "/v1/responses", {"input": "x", "max_output_tokens": 2, **nothing})
+    assert status == 200
+
+
+def test_stream_options_that_say_nothing(server: RunningServer) -> None:
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    body = {"prompt": "x", **GREEDY, "stream": True, "stream_options": options}
+    status, _, answer = server.request("POST", "/v1/completions", body)
+    assert status == 200 and all("usage" not in chunk for chunk in events(answer))
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"structured_outputs": {"choice": ["ab"]}, "min_tokens": 4}, "excludes the end"),
+        ({"structured_outputs": {"regex": "a+"}, "bad_words": ["a"]}, "exclude every token"),
+    ],
+)
+def test_parameters_that_leave_nothing_are_the_clients_fault(
+    server: RunningServer, fields: dict[str, Any], words: str
+) -> None:
+    """Clients send a request again after a 500."""
+    body = {"prompt": "x", "temperature": 0, "max_tokens": 8, **fields}
+    found = error(server, "/v1/completions", **body)
+    assert words in found["message"] and found["code"] == "parameters_failed"
+    assert found["type"] == "invalid_request_error"
+    status, _, answer = server.request("POST", "/v1/completions", {**body, "stream": True})
+    assert status == 200 and events(answer)[-1]["error"] == found

@@ -107,3 +107,27 @@ def test_a_broken_template_is_not_the_messages_fault() -> None:
         render(["x"], Templates("{# a comment #}\n{{ broken"))
     with pytest.raises(RequestError, match="the chat template refused the messages: 'x' is undefined"):
         render(["x"], Templates("{{ x }}"))
+
+
+@pytest.mark.parametrize(
+    "template, role",
+    [("{% if m.role == 'system' %}", "system"), ("{% if m.role == 'developer' %}", "developer")],
+)
+def test_a_developer_speaks_under_the_name_that_the_template_knows(template: str, role: str) -> None:
+    """Templates leave out messages of roles that they do not know."""
+
+    class Roles(Tokenizer):
+        chat_template = template
+
+        def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+            return "|".join(message["role"] for message in messages)
+
+    def roles(tokenizer: Tokenizer, **options: Any) -> Any:
+        messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
+        return chat_prompt(
+            tokenizer, messages, limits=RequestLimits(), max_model_len=100, add_generation_prompt=True, tools=None,
+            **{"chat_template": None, **options},
+        )["prompt"]  # fmt: skip
+
+    assert roles(Roles()) == f"{role}|user"
+    assert roles(Roles(), chat_template="of the request") == "system|user"

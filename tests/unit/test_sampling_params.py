@@ -224,3 +224,31 @@ def test_resolve_bad_words() -> None:
     assert resolve_bad_words(WordTokenizer(), ["ab", " c"]) == ((10, 11), (110, 11), (12,), (112,))
     with pytest.raises(RequestError, match="bad_words is '!'"):
         resolve_bad_words(WordTokenizer(), ["!"])
+
+
+def test_numbers_of_numpys_are_taken() -> None:
+    """What programs compute with arrays: a seed of a generator, tokens of a batch."""
+    given = SamplingParams(
+        n=np.int32(2),
+        seed=np.int64(3),
+        max_tokens=np.int64(8),
+        logprobs=np.uint8(1),
+        temperature=np.float32(0.5),
+        top_k=np.int64(4),
+        stop_token_ids=np.array([1, 2]),
+        allowed_token_ids=[np.int64(5), 6],
+        logit_bias={np.int64(7): 1.0},
+    )  # type: ignore[arg-type]
+    plain = SamplingParams(
+        n=2, seed=3, max_tokens=8, logprobs=1, temperature=0.5, top_k=4, stop_token_ids=(1, 2),
+        allowed_token_ids=(5, 6), logit_bias={7: 1.0},
+    )  # fmt: skip
+    assert given == plain
+    stored = (*given.stop_token_ids, *(given.allowed_token_ids or ()), *(given.logit_bias or ()))
+    assert {type(value) for value in (given.n, given.seed, given.max_tokens, given.logprobs, *stored)} == {
+        int
+    }
+    assert type(given.temperature) is float
+    for field, value in (("n", np.bool_(True)), ("seed", np.float64(3)), ("stop_token_ids", np.array([1.5]))):
+        with pytest.raises(RequestError, match=field):
+            SamplingParams(**{field: value})

@@ -31,7 +31,7 @@ from draftwise.server.params import chat_params
 from draftwise.server.protocol import ChatBody
 from draftwise.server.sse import TextEvents, event
 from draftwise.server.tool_formats import CallPiece, Found, HermesParser
-from draftwise.server.tools import whole_calls
+from draftwise.server.tools import ToolPlan, plan_tools, whole_calls
 from draftwise.server.trace import Tracer, token_sources
 
 # ------------------------------------------------------------------------------------------------ tools
@@ -133,6 +133,8 @@ def test_errors_name_their_field() -> None:
     # Clients fall back to another model, or shorten the prompt, on exactly this.
     for long in (LimitError("prompt", "9 characters", "max_prompt_chars", 8), ContextLengthError("prompt")):
         assert from_exception(long).code == "context_length_exceeded"
+        # OpenAI's client shows the message alone, and LangChain looks for the code in what it shows.
+        assert from_exception(long).body()["error"]["message"].endswith("(context_length_exceeded)")
     internal = from_exception(ZeroDivisionError("secret"))
     assert internal.status == 500 and "secret" not in str(internal.body())
 
@@ -429,3 +431,28 @@ def test_sources_end_with_the_trace() -> None:
         None,
     ]
     assert token_sources((step, plain), 2) == token_sources((step,), 2) and token_sources(None, 1) == [None]
+
+
+def test_allowed_tools_are_the_tools() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fgh"]
+
+    def plan(mode: Any, *names: Any) -> ToolPlan:
+        listed = [{"type": "function", "function": {"name": name}} for name in names]
+        return plan_tools(tools, {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}})
+
+    free = plan("auto", "g", "f")
+    assert free.shown == tools[:2] and free.parse and set(free.schemas) == {"f", "g"}
+    forced = plan("required", "g")
+    assert forced.shown == tools[1:2] and forced.schema is not None
+    assert forced.schema["properties"]["name"] == {"const": "g"}
+    for mode, names, words in (
+        ("auto", ["f", "x"], "no tool is called 'x'"),
+        ("auto", [3], "no tool is called"),
+        ("none", ["f"], "needs mode"),
+        ("auto", [], "needs mode"),
+    ):
+        with pytest.raises(APIError, match=words):
+            plan(mode, *names)
+    for wrong in ({"type": "allowed_tools"}, {"type": "allowed_tools", "allowed_tools": 3}):
+        with pytest.raises(APIError, match="needs mode"):
+            plan_tools(tools, wrong)

@@ -22,7 +22,7 @@ from draftwise.sampling.structured import StructuredOutputs
 from draftwise.structured import compiling
 from draftwise.structured.compiling import Compiler
 from draftwise.structured.llguidance import LlguidanceBackend, LlguidanceMatcher
-from draftwise.structured.sources import may_force, source_of
+from draftwise.structured.sources import may_force, num_remainders, source_of
 
 VOCAB = 4096
 EOS = 0
@@ -120,6 +120,54 @@ def test_grammars_without_end_or_text_are_refused_or_served(
     else:
         assert matcher.mask().any()
         assert "{42949" in str(fields), "all others are refused"
+
+
+def _lark(schema: str) -> str:
+    return f"start: %json {schema}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": {"type": "integer", "multipleOf": 999_983}},
+        {"json": {"type": "integer", "multipleOf": 2**31}},
+        {"json": {"type": "number", "multipleOf": 999.983}},
+        {"json": {"type": "number", "multipleOf": 10**400 + 1}},
+        {"json": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}},
+        {"json": {"type": "object", "properties": {str(n): {"multipleOf": n} for n in (997, 991)}}},
+        {"grammar": _lark('{"type":"integer","multipleOf" : 999983}')},
+        {"grammar": _lark('{"type":"integer","multiple\\u004ff":999983}')},
+        {"grammar": json.dumps({"grammars": [{"lark_grammar": _lark('{"multipleOf":999983}')}]})},
+        {"grammar": json.dumps({"grammars": [{"json_schema": {"multipleOf": 999_983}}]})},
+    ],
+    ids=lambda fields: str(fields)[:60],
+)
+def test_remainders_of_large_numbers_are_not_followed(
+    backend: LlguidanceBackend, fields: dict[str, Any]
+) -> None:
+    """The library would make a state of each, for minutes, hours or until there is no memory left."""
+    with pytest.raises(RequestError, match=r"structured_outputs: multipleOf \d.* has too many remainders"):
+        matcher_of(backend, **fields)
+
+
+@pytest.mark.parametrize(
+    "multiples, states",
+    [([7], 7), ([0.01], 1), ([10_000_000], 1), ([86_400], 864), ([0.25, 60], 150), ([3] * 50, 3), ([-1], 1)],
+)
+def test_ordinary_multiples_are_served(
+    backend: LlguidanceBackend, tokenizer: Any, multiples: list[float], states: int
+) -> None:
+    items = [{"type": "number", "multipleOf": number} for number in multiples]
+    fields = {"json": {"type": "array", "prefixItems": items, "items": False}}
+    assert num_remainders(StructuredOutputs(**fields)) == states
+    assert matcher_of(backend, **fields).mask().any()
+
+
+def test_grammars_with_many_remainders_are_not_kept_by_the_hundred(tokenizer: Any) -> None:
+    backend = LlguidanceBackend(tokenizer, VOCAB, (EOS,), seconds=100.0)
+    for maximum in range(100_000, 100_024):
+        backend.compile(StructuredOutputs(json={"type": "integer", "multipleOf": 4999, "maximum": maximum}))
+    assert len(backend._kept) == (1 << 18) // (4 * 4999 + 52)
 
 
 def test_a_schema_that_refers_to_itself_says_that_it_allows_nothing(backend: LlguidanceBackend) -> None:

@@ -45,6 +45,14 @@ def _flat(content: object) -> object:
     return "\n".join(texts)
 
 
+def _roles_of(template: object, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Messages of role "developer", OpenAI's newer name of "system", under the name that the template knows: others
+    than it knows, many templates leave out without a word."""
+    if all(m["role"] != "developer" for m in messages) or "developer" in str(template):
+        return messages
+    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+
+
 def chat_prompt(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -85,6 +93,7 @@ def chat_prompt(
             "this model has no chat template (it is a base model): use generate with a plain prompt (over HTTP "
             "/v1/completions), or give one: chat_template, or draftwise serve --chat-template FILE"
         )
+    messages = _roles_of(chat_template or tokenizer.chat_template, messages)
     import jinja2
 
     try:

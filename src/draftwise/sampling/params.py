@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import numbers
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -160,6 +162,12 @@ class SamplingParams(_Assignable):
     def _normalise(self) -> None:
         """Bring lists, single strings and JSON's string keys into the stored form."""
         put = object.__setattr__
+        for name in _INTEGERS:
+            put(self, name, _plain(getattr(self, name)))
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and isinstance(value, numbers.Real):  # numpy's float32
+                put(self, name, float(value))
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
             put(self, name, (value,) if isinstance(value, str) else _as_tuple(name, value))
@@ -171,12 +179,16 @@ class SamplingParams(_Assignable):
             put(self, "structured_outputs", StructuredOutputs.from_value(self.structured_outputs))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids and not set(map(type, ids)) <= {int, bool}:
+                put(self, name, tuple(map(_plain, ids)))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise _invalid("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
             try:  # JSON objects have strings as keys
                 items: Iterable[tuple[Any, Any]] = self.logit_bias.items()
-                bias = {int(k) if isinstance(k, str) else k: v for k, v in items}
+                bias = {int(k) if isinstance(k, str) else _plain(k): v for k, v in items}
             except ValueError:
                 raise _invalid("logit_bias", self.logit_bias, "a mapping from token ids to numbers") from None
             put(self, "logit_bias", bias)
@@ -213,6 +225,7 @@ class SamplingParams(_Assignable):
 
 
 _NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+_INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 _BOOLEANS = (
     "ignore_eos",
     "detokenize",
@@ -237,6 +250,13 @@ def resolve_bad_words(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[tup
                 raise _invalid("bad_words", word, "words that the tokenizer can encode")
             found[ids] = None
     return tuple(found)
+
+
+def _plain(value: Any) -> Any:
+    """An integer of numpy's, as of an array or its random numbers, as an int; anything else as it is."""
+    if isinstance(value, int) or not isinstance(value, numbers.Integral):
+        return value
+    return operator.index(value)
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:

@@ -238,9 +238,9 @@ class _Answer:
         }
         options = body.stream_options
         with_usage = self._context.config.enable_force_include_usage or (
-            options is not None and options.include_usage
+            options is not None and options.include_usage is True
         )
-        running = options is not None and options.continuous_usage_stats
+        running = options is not None and options.continuous_usage_stats is True
         # Chunks of text and nothing else, which nearly all are, go a shorter way.
         per_token = body.return_token_ids or body.return_token_sources
         read = self._plan.parse or self._plan.schema is not None or self.reading.reasoning is not None

@@ -164,9 +164,9 @@ class _Answer:
         body, head, n = self._body, self._head, self._n
         options = body.stream_options
         with_usage = self._context.config.enable_force_include_usage or (
-            options is not None and options.include_usage
+            options is not None and options.include_usage is True
         )
-        running = options is not None and options.continuous_usage_stats
+        running = options is not None and options.continuous_usage_stats is True
         forms: dict[int, CompletionLogprobs] = {}
         # Chunks of text and nothing else, which nearly all are, go a shorter way.
         short = not (

@@ -16,7 +16,7 @@ from draftwise.engine.detokenizer import bytes_of_token
 from draftwise.engine.limits import check_prompt
 from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.workers import Lane, Workers
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, shown
 from draftwise.sampling.params import SamplingParams
 from draftwise.server.adapter_names import ServedAdapters
 from draftwise.server.admission import Admission
@@ -147,7 +147,7 @@ class Context:
         prompts times n. ``operation`` is for `Spans`. Raises APIError, RequestError."""
         timeout, priority = body.timeout, body.priority
         if timeout is not None and not 0.001 <= timeout < 1e9:
-            raise bad_request(f"timeout is {timeout:g}; it must be seconds, at least 0.001", "timeout")
+            raise bad_request(f"timeout is {shown(timeout)}; it must be seconds, at least 0.001", "timeout")
         if priority is not None and abs(priority) > 1 << 53:
             raise bad_request("priority is out of range", "priority")
         lora_request = self.adapters.get(

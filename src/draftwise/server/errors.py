@@ -41,9 +41,11 @@ class APIError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
+        # OpenAI's client shows programs the message alone, in which LangChain looks for the code.
+        says = f"{self.message} ({self.code})" if self.code == _TOO_LONG else self.message
         return {
             "error": {
-                "message": self.message,
+                "message": says,
                 "type": _TYPES.get(
                     self.status, "server_error" if self.status >= 500 else "invalid_request_error"
                 ),

@@ -22,6 +22,7 @@ NO_EFFECT = frozenset(
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "prediction",
         "verbosity",

@@ -12,10 +12,10 @@ from starlette.requests import Request
 from draftwise.config.lora import LoRARequest
 from draftwise.engine.group import TextPiece
 from draftwise.engine.outputs import RequestOutput
-from draftwise.errors import EngineDeadError
+from draftwise.errors import EngineDeadError, ParametersError
 from draftwise.sampling.params import SamplingParams
 from draftwise.server.engine import OutputStream, ServedEngine
-from draftwise.server.errors import APIError, deadline_exceeded, from_exception, shutting_down
+from draftwise.server.errors import APIError, bad_request, deadline_exceeded, from_exception, shutting_down
 from draftwise.server.spans import RequestSpans
 from draftwise.server.sse import unless_gone
 
@@ -173,4 +173,9 @@ class Generation:
                 assert self._timeout is not None or not self._expired
                 raise deadline_exceeded(self._timeout or 0) if self._expired else shutting_down()
             if completion.finish_reason == "error":
+                kind, _, says = (completion.error or "").partition(": ")
+                if (
+                    kind == ParametersError.__name__
+                ):  # sent again, as clients do after a 500, it would fail again
+                    raise bad_request(says, code="parameters_failed")
                 raise APIError(500, f"generation failed: {completion.error}", code="generation_failed")

@@ -43,9 +43,14 @@ class GeneratingBody(Body):
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: usage so far in every chunk
-    include_obfuscation: bool = False  # OpenAI's padding against traffic analysis: not done here
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False  # vLLM's: usage so far in every chunk
+    include_obfuscation: bool | None = False  # OpenAI's padding against traffic analysis: not done here
+
+
+class ResponsesStreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_obfuscation: bool | None = False  # as above
 
 
 class SamplingBody(GeneratingBody):
@@ -146,7 +151,9 @@ class ChatBody(SamplingBody):
         False, description="answers begin with the last message if that is the assistant's"
     )
     modalities: Texts | None = None
-    REFUSED: ClassVar[tuple[str, ...]] = ("audio", "functions", "function_call", "web_search_options")
+    REFUSED: ClassVar[tuple[str, ...]] = (
+        "audio", "functions", "function_call", "moderation", "web_search_options",
+    )  # fmt: skip
 
 
 class ResponsesBody(GeneratingBody):
@@ -169,9 +176,10 @@ class ResponsesBody(GeneratingBody):
     top_k: StrictInt | None = None
     min_p: Number | None = None
     speculation: Object | None = None
+    stream_options: ResponsesStreamOptions | None = None
     REFUSED: ClassVar[tuple[str, ...]] = (
-        "conversation", "background", "prompt", "max_tool_calls", "top_logprobs",
-        "stream_options",
+        "access_programs", "background", "background_options", "context_management", "conversation", "image",
+        "max_tool_calls", "moderation", "prompt", "top_logprobs",
     )  # fmt: skip
 
 

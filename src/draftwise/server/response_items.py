@@ -36,9 +36,8 @@ def input_messages(
     for item in given:
         kind = item.get("type", "message")
         if kind == "message":
-            role = "system" if item.get("role") == "developer" else item.get("role")
-            messages.append({"role": role, "content": item.get("content")})
-            if thoughts and role == "assistant":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+            if thoughts and item.get("role") == "assistant":
                 messages[-1]["reasoning_content"], thoughts = thoughts, ""
         elif kind == "function_call":
             call_id, name, arguments = (_text(item, field) for field in ("call_id", "name", "arguments"))
@@ -104,19 +103,11 @@ def response_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> To
         kind = choice.get("type")
         if kind == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
-        elif kind == "allowed_tools" and choice.get("mode") in ("auto", "required"):
+        elif kind == "allowed_tools":
             allowed = choice.get("tools")
-            wanted = (
-                [t.get("name") for t in allowed if isinstance(t, Mapping)]
-                if isinstance(allowed, list)
-                else []
-            )
-            there = {f["function"].get("name") for f in functions}
-            missing = next((n for n in wanted if n not in there), None)
-            if not wanted or missing is not None:
-                raise bad_request(f"tool_choice: no tool is called {str(missing)[:80]!r}", "tool_choice")
-            functions = [f for f in functions if f["function"].get("name") in wanted]
-            choice = choice["mode"]
+            if isinstance(allowed, list):
+                allowed = [{"function": tool} for tool in allowed]
+            choice = {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
         else:
             raise bad_request(
                 'tool_choice: expected {"type": "function", "name": ...} or {"type": "allowed_tools", ...}',

@@ -47,6 +47,9 @@ def plan_tools(tools: Sequence[Any] | None, choice: Any) -> ToolPlan:
         if parameters is not None and not isinstance(parameters, Mapping):
             raise bad_request(f"tools: parameters of {name!r} must be a JSON schema", "tools")
         names[name] = parameters or {"type": "object"}
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(tools or (), choice.get("allowed_tools"))
+        names = {tool["function"]["name"]: names[tool["function"]["name"]] for tool in tools}
     if not names:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools", "tool_choice")
@@ -75,6 +78,26 @@ def plan_tools(tools: Sequence[Any] | None, choice: Any) -> ToolPlan:
     if name not in names:
         raise bad_request(f"tool_choice: no tool is called {name[:80]!r}", "tool_choice")
     return ToolPlan(shown=tools, schema=names[name], forced=name)
+
+
+def _allowed(tools: Sequence[Any], given: Any) -> tuple[list[Any], str]:
+    """(the tools that ``allowed_tools`` leaves, "auto" or "required"). Raises APIError."""
+    mode = given.get("mode") if isinstance(given, Mapping) else None
+    listed = given.get("tools") if isinstance(given, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise bad_request("tool_choice: allowed_tools needs mode (auto or required) and tools", "tool_choice")
+    wanted = [_name(tool) for tool in listed]
+    there = {_name(tool) for tool in tools}
+    missing = next((name for name in wanted if name is None or name not in there), None)
+    if missing is not None or None in wanted:
+        raise bad_request(f"tool_choice: no tool is called {str(missing)[:80]!r}", "tool_choice")
+    return [tool for tool in tools if _name(tool) in wanted], mode
+
+
+def _name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 @contextlib.contextmanager

@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from draftwise.errors import ConfigError, RequestError, install
+from draftwise.errors import ConfigError, ParametersError, RequestError, install
 from draftwise.sampling.masks import Words
 from draftwise.sampling.structured import GrammarKind, StructuredOutputs
 from draftwise.structured.base import Grammar, GrammarBackend, Matcher
 from draftwise.structured.compiling import Compiler
-from draftwise.structured.sources import source_of
+from draftwise.structured.sources import num_remainders, source_of
 
 logger = logging.getLogger("draftwise")
 
@@ -28,6 +28,8 @@ _KEPT = 256
 _KEPT_CHARS = 1 << 18
 """Compiled grammars kept that nobody uses: so many, of so many characters together. One takes 10 to 100 KB, but those
 of strangers up to 300 bytes for each character."""
+_CHARS_PER_REMAINDER = 4
+"""A remainder of ``multipleOf`` takes as much memory as so many characters."""
 
 _LIMITS = {
     "step_lexer_fuel": 50_000,  # new states of the lexer in one step: 50 ms at most (library: 200,000)
@@ -92,6 +94,7 @@ class LlguidanceBackend(GrammarBackend):
         if others is not None:  # another request compiles the same
             return others.result()
         try:
+            num_remainders(spec)
             source = self._source(spec)  # in Python, for the most part
             grammar = self._compiler.run(lambda: self._compile(source, spec.kind), spec.size)
         except BaseException as error:
@@ -118,10 +121,10 @@ class LlguidanceBackend(GrammarBackend):
 
     def _keep(self, spec: StructuredOutputs, grammar: LlguidanceGrammar) -> None:
         self._kept[spec] = grammar
-        self._kept_chars += spec.size
+        self._kept_chars += _weight(spec)
         while len(self._kept) > _KEPT or self._kept_chars > _KEPT_CHARS:
             dropped, _ = self._kept.popitem(last=False)
-            self._kept_chars -= dropped.size
+            self._kept_chars -= _weight(dropped)
 
     def _source(self, spec: StructuredOutputs) -> str:
         try:
@@ -147,6 +150,11 @@ class LlguidanceBackend(GrammarBackend):
         if matcher.is_error():
             raise _refused(invalid, matcher.get_error())
         return LlguidanceGrammar(matcher, -(-self.num_tokens // 32))
+
+
+def _weight(spec: StructuredOutputs) -> int:
+    """The memory of a compiled grammar, as characters of an ordinary one."""
+    return spec.size + _CHARS_PER_REMAINDER * num_remainders(spec)
 
 
 class LlguidanceGrammar(Grammar):
@@ -253,17 +261,17 @@ def _plain(error: BaseException) -> BaseException:
     if type(error).__name__ != "PanicException":
         return error
     logger.error("the grammar library failed: %s", error)
-    return RequestError(f"structured_outputs: {_FAILED}")
+    return ParametersError(f"structured_outputs: {_FAILED}")
 
 
-def _refused(what: str, error: object) -> RequestError:
+def _refused(what: str, error: object) -> ParametersError:
     """The library's message as one short line; its panics go to the log."""
     words = _one_line(str(error).replace("<non-verbose/>", ""))
     if words.startswith("panic"):
         logger.error("the grammar library failed: %s", words)
         words = _FAILED
     words = words if len(words) <= _LONGEST_ERROR else words[: _LONGEST_ERROR - 3] + "..."
-    return RequestError(f"structured_outputs: {what}: {words}")
+    return ParametersError(f"structured_outputs: {what}: {words}")
 
 
 def _one_line(error: object) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from draftwise.errors import RequestError
 from draftwise.sampling.structured import StructuredOutputs
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -18,6 +21,11 @@ _LARGE = 16_384
 
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*+)"', re.DOTALL)
 _COUNT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([-+.0-9eE]+)')
+_ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
+_MOST_REMAINDERS = 65_536
+"""The library's automaton has a state for each remainder: 65,536 take a second and 40 MB. Of more it makes states for
+minutes, and nothing of its own ends that."""
 _NO_FORCING = '%llguidance {"no_forcing":true}\n'
 
 
@@ -59,6 +67,34 @@ def source_of(spec: StructuredOutputs, library: Any) -> str:
             else head + source
         )
     return str(library.LLMatcher.grammar_from_lark(lark))
+
+
+def num_remainders(spec: StructuredOutputs) -> int:
+    """How many remainders an automaton for all ``multipleOf`` of a grammar tells apart: their least common multiple,
+    where a factor of ten is none; 1: there are none. Example: of 0.25 and 60 it has to know 25 and 6, together 150.
+
+    Raises RequestError for more than can be followed.
+    """
+    if spec.kind == "json":
+        text = spec.schema
+    elif spec.grammar is not None:  # in which schemas may stand, also as texts of texts
+        text = _ESCAPED.sub(lambda escape: chr(int(escape[1], 16)), spec.grammar).replace("\\", "")
+    else:
+        return 1
+    together = 1
+    for number in _MULTIPLE.findall(text):
+        try:
+            digits = "".join(map(str, Decimal(number).as_tuple().digits)).strip("0")
+        except InvalidOperation:
+            continue  # no number: the library says so
+        if len(digits) < 10:
+            together = math.lcm(together, int(digits or "1"))
+        if len(digits) >= 10 or together > _MOST_REMAINDERS:
+            raise RequestError(
+                f"structured_outputs: multipleOf {number[:40]} has too many remainders to be followed: all of them "
+                f"together (their least common multiple, without zeros at its end) at most {_MOST_REMAINDERS}"
+            )
+    return together
 
 
 def may_force(spec: StructuredOutputs) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from draftwise.errors import RequestError
+from draftwise.errors import ParametersError
 from draftwise.sampling.logits import LogitsRow, adjust, process
 from draftwise.sampling.masks import exclude
 from draftwise.verify.base import VerifyRequest
@@ -54,7 +54,7 @@ def process_rows(
     if can_exclude:
         dead = done.amax(dim=-1) == -math.inf
         for i in dead.nonzero().flatten().tolist():
-            failures.setdefault(order[i], RequestError(_nothing_left(rows[i])))
+            failures.setdefault(order[i], ParametersError(_nothing_left(rows[i])))
             done[i] = 0.0  # any distribution will do: the request fails if it gets here
     if done is not logits:
         logits[order] = done
