@@ -549,3 +549,41 @@ def test_limits_stand_before_all_this() -> None:
         check_structured(RequestLimits(), {"json": chain})
     with pytest.raises(LimitError, match="max_schema_chars"):
         check_structured(RequestLimits(), {"json": json.dumps(chain)})
+
+
+# ---------------------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: A\nA: " + " & ".join(f"/([ab]{{{n}}})*/" for n in (97, 89, 83, 79, 73)),
+        "start: A\nA: ~/(.|\\n)*a(.|\\n){40}/",
+        'start: "/" A "/"\nA: /a/ & /b/',
+        "// ::=\nstart: A\nA: /a/ & /b/",
+    ],
+)
+def test_products_of_regexes_are_refused(backend: LlguidanceBackend, grammar: str) -> None:
+    """The first one takes more time and memory than a server has; nothing of the library's ends it."""
+    with pytest.raises(RequestError, match="is not supported: an intersection"):
+        backend.compile(StructuredOutputs(grammar=grammar))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('start: "a & b" | "~"', "a & b"),
+        ("start: A // & ~\nA: /[&~]+/ # & ~", "&~"),
+        ('start: "x"~2..3', "xx"),
+        ("root ::= [&~]+", "~&"),
+        ('root ::= "\\"&" [^/"~]', '"&a'),
+        ('start: %json {"const": "a&~b"}', '"a&~b"'),
+    ],
+)
+def test_their_signs_in_texts_regexes_and_comments_are_none(
+    backend: LlguidanceBackend, tokenizer: Any, grammar: str, text: str
+) -> None:
+    matcher = matcher_of(backend, grammar=grammar)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        assert follows(matcher, token), (grammar, token)
+        matcher.advance(token)

@@ -26,6 +26,14 @@ _ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _MOST_REMAINDERS = 65_536
 """The library's automaton has a state for each remainder: 65,536 take a second and 40 MB. Of more it makes states for
 minutes, and nothing of its own ends that."""
+_LARK = re.compile(
+    r"""
+    (?P<other> "(?:[^"\\\n]|\\.)*" | /(?![/*])(?:[^/\\\n]|\\.)+/ | //[^\n]* | \#[^\n]* )  # texts, regexes, comments
+    | (?P<repeat> ~\s*[0-9] )  # "a" ~ 1..3
+    | (?P<operator> [&~] )
+    """,
+    re.VERBOSE,
+)
 _NO_FORCING = '%llguidance {"no_forcing":true}\n'
 
 
@@ -59,14 +67,26 @@ def source_of(spec: StructuredOutputs, library: Any) -> str:
     else:
         assert spec.grammar is not None
         source = library.grammar_from("grammar", spec.grammar)
+        lark = json.loads(source)["grammars"][0]["lark_grammar"] if source.startswith("{") else source
+        _refuse_products(lark)
         if forces:
             return source
-        lark = (
-            head + json.loads(source)["grammars"][0]["lark_grammar"]
-            if source.startswith("{")
-            else head + source
-        )
+        lark = head + lark
     return str(library.LLMatcher.grammar_from_lark(lark))
+
+
+def _refuse_products(lark: str) -> None:
+    """Raises RequestError for a Lark grammar with an intersection (``&``) or a complement (``~``) of regexes.
+
+    Their automata are products, and those of a few short regexes have more states than memory holds: the library makes
+    them for minutes, and none of its limits ends that. Example: ``/(a{97})*/ & /(a{89})*/ & /(a{83})*/`` has 716,539.
+    """
+    for found in _LARK.finditer(lark):
+        if found["operator"]:
+            raise RequestError(
+                f"structured_outputs: grammar: {found['operator']!r} is not supported: an intersection (&) or a "
+                "complement (~) of a few short regexes can take more time and memory to compile than there is"
+            )
 
 
 def num_remainders(spec: StructuredOutputs) -> int:
