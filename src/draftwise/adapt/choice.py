@@ -111,7 +111,6 @@ class Drafter:
     behind: int = 0  # tokens that the drafter has to see besides one for each step since `drafted`
     ready: int = 0  # step from which on its drafter has seen enough to draft well
     remaining: int = NEVER  # tokens to come, at most
-    worth: float = 1.0  # of an accepted draft of it, in average ones (`Endings`)
     glances: bool = False  # see `Following.glance`
     _table: tuple[dict[int, int], bool, bytes] | None = None  # see `cut_table`
 
@@ -143,12 +142,10 @@ class Drafter:
 
 @dataclass(slots=True)
 class Option:
-    """A group's gain and cost with a given cap: sums over its members, besides their plain step. ``tokens``: accepted
-    drafts, each as much as it is worth."""
+    """A group's gain and cost with a given cap: sums over its members, besides their plain step."""
 
     cap: int
-    tokens: float = 0.0
-    accepted: float = 0.0  # the same drafts, unweighed
+    tokens: float = 0.0  # accepted drafts
     rows: float = 0.0
     draft_time: float = 0.0
     row_price: float = 0.0  # tokens
@@ -199,8 +196,8 @@ def make_option(
     """The group with ``cap`` nodes per request, without those members who are not worth their rows and drafts at
     ``rate`` tokens per second.
 
-    Every member is asked whether expected accepted drafts, each as much as it is worth, > price of its rows + price of
-    its draft, prices in tokens: what the batch would commit in that time.
+    Every member is asked whether expected accepted drafts > price of its rows + price of its draft, prices in tokens:
+    what the batch would commit in that time.
     """
     count = len(members)
     full = prices.requests + count * cap
@@ -220,18 +217,16 @@ def make_option(
     drafting = 0
     for member, lag in zip(members, lags, strict=True):
         nodes = min(cap, member.most)
-        tokens, rows = _expected(group, member, nodes, row_price / member.worth)
+        tokens, rows = _expected(group, member, nodes, row_price)
         catch_up = late * lag / min(_CATCH_UP_STEPS, max(member.remaining / (1 + tokens), 1.0))
         # Alone, or where all do as one, the comparison of options says whether it pays; else each has to pay for
         # itself.
         cost = row_price * rows + draft_price + catch_up * rate
-        gained = member.worth * tokens
-        on = count == 1 or prices.together or gained > (_PATIENCE * cost if member.budget else cost + SWITCH)
+        on = count == 1 or prices.together or tokens > (_PATIENCE * cost if member.budget else cost + SWITCH)
         option.members.append((member, on))
         if on:
             drafting += 1
-            option.tokens += gained
-            option.accepted += tokens
+            option.tokens += tokens
             option.rows += rows
             option.draft_time += catch_up
     if not drafting:
@@ -258,16 +253,9 @@ def _expected(group: Group, member: Drafter, nodes: int, row_price: float) -> tu
     return tokens / total, rows / total
 
 
-def hoped(member: Drafter) -> float:
-    """Accepted drafts that a step of the request would have, if it drafted as its group does, or last did."""
-    group = member.group
-    return _expected(group, member, min(group.cap or group.last_cap or 1, member.most), 0.0)[0]
-
-
 def cuts_of(group: Group, member: Drafter, nodes: int, row_price: float) -> dict[int, int]:
     """`Drafter.cuts` of a request whose rows have this price. What waits when the next choice is made was paid for
     already: it is verified as far as its rows pay."""
-    row_price /= member.worth
     if group.evident:
         cuts: dict[int, int] = {}
         for kind, _, mean in _sizes(group, nodes):

@@ -80,9 +80,6 @@ class Controller(ABC):
     """Requests whose drafters are not told what a step commits that is planned now, because they will not draft soon
     (`RowPlan.follow`)."""
 
-    closed = False
-    """Whether all requests that will run before the last one of those here ends are here, and have a place."""
-
     def begin(self, batch_size: int) -> object:
         """A step is about to be planned. ``batch_size``: requests that run once everybody who can is admitted. What is
         returned comes back as `StepShape.note`: ahead, the next step is planned before this one is observed."""

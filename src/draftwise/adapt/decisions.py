@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from draftwise.adapt.choice import Drafter, Group, Option, Prices, choose, cuts_of, pays_at_best
-from draftwise.adapt.endings import Endings
 from draftwise.adapt.following import Following
 from draftwise.adapt.ledger import Ledger
 from draftwise.adapt.performance import PerformanceModel, bucket, class_of_batch
@@ -52,7 +51,6 @@ class Decisions:
         self._roster = roster
         self._ledger = ledger
         self._following = following
-        self.endings = Endings()
         self._together = together
         self._batch_bucket = 0
         self._mean_context = 0
@@ -94,7 +92,6 @@ class Decisions:
         self.num_decisions += 1
         prices = self.prices = Prices(n, context, sampled, plain, step, self._together)
         self.plain_known = self._model.times_measured(n, n, context, sampled) >= 3
-        self.endings.weigh(self._roster.present(), prices, self._model, closed=self._roster.closed)
         options, rate = choose(groups, prices, self._model)
         self.rate_gain = rate * plain / n
         interval = max(round(settings.idle_interval / self.rounds), settings.interval)
@@ -115,10 +112,7 @@ class Decisions:
             early = guessed or step < settings.warm_steps
             quick = min(max(_QUICK / plain, 1.0), _MOST_QUICK)
             self.stride = round(_STRIDE * quick)
-            usual = settings.interval * quick
-            if self._roster.closed and n > 1:
-                usual /= self.rounds  # who is ahead is soon another one
-            interval = min(interval, settings.warm_interval if early else max(round(usual), 1))
+            interval = min(interval, settings.warm_interval if early else round(settings.interval * quick))
             if step < settings.first_steps and not guessed:
                 interval = 1
         elif step < settings.first_steps:
@@ -165,7 +159,7 @@ class Decisions:
         if option.cap:
             group.last_cap = option.cap
         drafting = sum(on for _, on in option.members)
-        group.accepted = option.accepted / drafting if drafting else None
+        group.accepted = option.tokens / drafting if drafting else None
         if not option.cap:
             group.hopeful = pays_at_best(group, members, self.prices, self._model)
             for member in members:

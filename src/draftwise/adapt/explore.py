@@ -106,7 +106,7 @@ class Explorer:
         """A probe of ``drafted`` nodes was verified. Answers whether it succeeded and goes on, longer. What it brought
         pays for it, or savings do."""
         if prices is not None:
-            gained = drafter.worth * accepted * prices.plain / prices.requests
+            gained = accepted * prices.plain / prices.requests
             self._funds += gained
             if drafter.group.hopeful and 2 * accepted > drafted and drafter.streak < _LONGEST_STREAK:
                 nodes = min(2 * drafted, drafter.most)

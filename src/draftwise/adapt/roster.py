@@ -34,8 +34,7 @@ class Planned:
 
 
 class Roster:
-    """``drafters``: request -> what is known of it; None: it decodes plainly. ``batch``: requests of the next step.
-    ``closed``: see `Controller.closed`."""
+    """``drafters``: request -> what is known of it; None: it decodes plainly. ``batch``: requests of the next step."""
 
     def __init__(
         self, tables: Tables, evident: Collection[str], observing: Collection[str], *, ahead: bool
@@ -44,7 +43,6 @@ class Roster:
         self.groups: list[Group] = []
         self.drafters: dict[int, Drafter | None] = {}
         self.batch = 0
-        self.closed = False
         self.num_made = 0  # groups, dropped ones included
         self._tables = dict(tables)
         self._evident = frozenset(evident)
@@ -112,13 +110,9 @@ class Roster:
                 drafter.most = self._limit(drafter.group, drafter.asked)
                 drafter.budget = min(drafter.budget, drafter.most)
 
-    def present(self) -> list[Drafter]:
-        """All requests that may draft."""
-        return [d for d in self.drafters.values() if d is not None]
-
     def members(self, group: Group) -> list[Drafter]:
         """All requests of a group."""
-        return [d for d in self.present() if d.group is group]
+        return [d for d in self.drafters.values() if d is not None and d.group is group]
 
     def active(self, step: int) -> list[tuple[Group, list[Drafter]]]:
         """Groups with the requests that were planned lately."""

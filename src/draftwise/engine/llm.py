@@ -52,7 +52,6 @@ class LLM(OwnSteps, Absent):
             self._engine = build_engine(
                 check_alone(resolve_engine_config(model=model, **options)), keep_trace=keep_trace
             )
-        self._engine.core.scheduler.closed = True  # each call waits for its last request
 
     # ------------------------------------------------------------------------------------------- generating
 

@@ -70,8 +70,6 @@ class Scheduler:
         self._finished: list[RequestUpdate] = []  # cancelled between steps
         self._step = 0
         self.num_preemptions = 0
-        self.closed = False
-        """Whether nobody comes before all requests that are here have ended, as in `LLM.generate`."""
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -143,8 +141,6 @@ class Scheduler:
         waiting = bool(self._waiting)
         entering = self.adapters.num_entering(self._waiting) if waiting else 0
         self._batch_size = min(len(self._running) + entering, self.config.max_num_seqs)
-        all_enter = not waiting or self._batch_size == len(self._running) + len(self._waiting)
-        self._controller.closed = self.closed and all_enter
         shape = StepShape(note=self._controller.begin(self._batch_size))
         self._before, self._newest = self._newest, PlannedStep(shape)
         preempted = self.num_preemptions
