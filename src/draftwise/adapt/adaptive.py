@@ -265,8 +265,7 @@ class AdaptiveController(Controller):
             self._earn(whole)
             return
         usual = seconds - draft_time
-        idle = bool(drafting) and pure  # drafters looked, and nothing was verified
-        unlike = decoding and self._is_unlike(shape, rounds, idle)
+        unlike = rounds == 1 and decoding and self._is_unlike(shape)
         if unlike:
             usual = self.model.target_time(shape.requests, shape.rows, shape.context, shape.sampled)
         elif not untimed:  # what was guessed by the target's part says nothing of that
@@ -283,15 +282,11 @@ class AdaptiveController(Controller):
                 self._account(shape, accepted, min(seconds, 1.25 * usual), rounds)
         self._earn(whole)
 
-    def _is_unlike(self, shape: StepShape, rounds: int, idle: bool) -> bool:
-        """Whether a step says little of others of its size; the first says more than a guess. Where steps have several
-        rounds, one of one round has colder caches. A step in which drafters found nothing (``idle``) verifies as little
-        as a plain one and takes longer, also besides drafting: 3.3 ms a round of four requests with suffixes, plain
-        ones 2.8. A plain step that is believed to take so long makes all drafts seem to pay."""
-        if not idle and not (rounds == 1 and self._explorer.several):
-            return False
+    def _is_unlike(self, shape: StepShape) -> bool:
+        """Whether a step of one round says little, because such steps have several: its caches are colder. The first
+        says more than a guess."""
         known = self.model.times_measured
-        return known(shape.requests, shape.rows, shape.context, shape.sampled) >= 1
+        return self._explorer.several and known(shape.requests, shape.rows, shape.context, shape.sampled) >= 1
 
     def _observe_rounds(self, result: StepResult, planned: Planned) -> tuple[int, int, bool]:
         """`_observe_rows` of all rounds."""
