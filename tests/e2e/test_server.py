@@ -255,9 +255,7 @@ def test_a_client_that_leaves_is_cancelled(llm: AsyncLLM, stream: bool) -> None:
         connection.close()
         wait_until(lambda: llm.stats().num_running == llm.stats().num_waiting == 0)
         wait_until(lambda: llm.stats().finish_reasons.get("abort", 0) > before)  # counted with the next step
-        wait_until(
-            lambda: server.context.admission.num_requests == 0
-        )  # a moment later, in the server's thread
+        wait_until(lambda: server.context.admission.num_requests == 0)  # in the server's own thread
 
 
 def test_a_reader_that_stops_is_given_up(scripted: Callable[..., ScriptedEngine]) -> None:
