@@ -174,8 +174,6 @@ class Generation:
                 raise deadline_exceeded(self._timeout or 0) if self._expired else shutting_down()
             if completion.finish_reason == "error":
                 kind, _, says = (completion.error or "").partition(": ")
-                if (
-                    kind == ParametersError.__name__
-                ):  # sent again, as clients do after a 500, it would fail again
+                if kind == ParametersError.__name__:  # a 500 would be sent again, and fail again
                     raise bad_request(says, code="parameters_failed")
                 raise APIError(500, f"generation failed: {completion.error}", code="generation_failed")

@@ -14,10 +14,8 @@ from draftwise.train.folders import whole_file
 def write_checkpoint(path: Path, saved: dict[str, Any]) -> None:
     """Raises DraftwiseError if it cannot be written; what was there is there still."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        whole_file(path) as partial,
-        partial.open("wb") as file,
-    ):  # to a name, torch would not say what the system did
+    # To a file: of one that it opens itself, torch does not say what the system did.
+    with whole_file(path) as partial, partial.open("wb") as file:
         torch.save(saved, file)
 
 

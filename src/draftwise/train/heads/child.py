@@ -25,9 +25,8 @@ def be_child(work: bytes, rank: int, address: str) -> None:
     it is gone. Ctrl-C, which a terminal sends to all, is the first one's to judge.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # the command's own handler, where the child runs its script
+    # The command's own handler may be there, where the child runs its script.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     first = multiprocessing.parent_process()
     assert first is not None
 
