@@ -219,14 +219,16 @@ CUT_BYTES = 4 * 64
 
 
 class RoundCuts(NamedTuple):
-    """How many nodes of proposals are verified in the later rounds of a step.
+    """What is verified and drafted in the later rounds of a step.
 
-    ``tables`` uint8 [R, 4, 64]: of so many nodes that wait, when nothing, something or all of the proposal before was
-    accepted, or nothing is known of it; ``outcomes`` uint8 [R]: which of these it is before the first round.
+    ``tables`` uint8 [R, 4, 64]: of so many nodes that wait, this many are verified, when nothing, something or all of
+    the proposal before was accepted, or nothing is known of it; ``outcomes`` uint8 [R]: which of these it is before the
+    first round. ``once`` uint8 [R], or empty: not 0 for a request that drafts behind the first round only.
     """
 
     tables: bytes
     outcomes: bytes
+    once: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

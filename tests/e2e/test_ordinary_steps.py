@@ -75,19 +75,22 @@ def run(
     llm: LLM, prompts: list[Any], params: list[SamplingParams], ordinary: bool, rounds: int = 1
 ) -> list[Any]:
     """What came of it, and of every step what the executor says of its rows. Steps of several ``rounds`` (the most that
-    one may have): what each round said of each request, and not what the executor had between them."""
+    one may have): what each round said of each request, and not what the executor had between them. 0: native code
+    computes no whole steps."""
     core: Any = llm._engine.core  # type: ignore[union-attr]
     executor = core.executor
     llm.reset_prefix_cache()
     llm.reset_drafters()
-    kept = executor._ordinary, executor._drafting._placing
+    kept = executor._ordinary, executor._drafting._placing, executor._rounds
     if not ordinary:
         executor._ordinary = executor._drafting._placing = None
+    if rounds == 0:
+        executor._rounds = None
     seen: list[Any] = []
     said: dict[int, list[Any]] = {}
     room = core.scheduler._rounds
     # however slow the machine is
-    room._most, room._seconds, room.took = rounds, [1e-6, 1e-6], lambda *_: None
+    room._most, room._seconds, room.took = max(rounds, 1), [1e-6, 1e-6], lambda *_: None
     patience, scheduler.ROUND_SECONDS = scheduler.ROUND_SECONDS, 60.0
     execute, marks = executor.execute, executor._drafting.fills.marks
 
@@ -113,7 +116,7 @@ def run(
     finally:
         del executor.execute
         scheduler.ROUND_SECONDS = patience
-        executor._ordinary, executor._drafting._placing = kept
+        executor._ordinary, executor._drafting._placing, executor._rounds = kept
     texts = [(o.outputs[0].token_ids, o.outputs[0].trace) for o in outputs]
     return [said, texts] if rounds > 1 else [said, texts, seen]
 
@@ -176,6 +179,8 @@ def test_the_same_as_request_by_request(
     assert run(llm, engines.prompts, params, True, rounds=8) == expected[:2]
     if steps > 5 and family == "methods" and shape == "chain" and method in IN_ROUNDS and rule != "all":
         assert counts["rounds"] < 1.8 * steps, "several rounds a step"
+    counts["columns"] = 0
+    assert run(llm, engines.prompts, params, True, rounds=0) == expected
     if family == "methods" and shape == "chain" and method in IN_COLUMNS and rule != "all":
         assert counts["columns"] > 0
 

@@ -10,7 +10,7 @@ from draftwise.adapt.choice import Drafter, Prices
 from draftwise.adapt.controller import StepShape
 from draftwise.adapt.explore import Explorer
 from draftwise.adapt.performance import PerformanceModel
-from draftwise.types import Speculation, StepResult
+from draftwise.types import RowResult, Speculation, StepResult
 
 MOST = 8
 LOOK_UP = Speculation(method="look-up", num_speculative_tokens=4)
@@ -39,13 +39,41 @@ def planned(controller: AdaptiveController, waiting: int = 0) -> tuple[int, list
     return controller.rounds([1], MOST)[0], budgets
 
 
-def test_a_probe_waits_for_its_outcome() -> None:
+def row(drafted: int = 0, accepted: int = 0, proposed: int = 0) -> RowResult:
+    """What came of the request in a round, where drafts are a chain."""
+    tokens, drafts = tuple(range(accepted + 1)), tuple(range(drafted))
+    parents = tuple(range(-1, drafted - 1))
+    return RowResult(1, tokens, drafted, accepted, (), drafts, parents, num_proposed=proposed)
+
+
+@pytest.mark.parametrize("evident", [True, False])
+def test_a_probe_drafts_once(evident: bool) -> None:
+    """A look-up behind the first round of a step, whose second one verifies it; another in a step of one round."""
+    controller = AdaptiveController(evident=["look-up"] if evident else [])
+    planned(controller)
+    drafter = drafter_of(controller, 1)
+    drafter.budget, drafter.probe, drafter.waiting = 0, 2, 0
+    assert planned(controller) == (MOST if evident else 1, [2])
+    assert planned(controller, waiting=2) == (MOST, [0])  # it is verified
+
+
+def test_what_came_of_a_probe_is_seen_in_the_rounds_behind_it() -> None:
+    """They drafted nothing, and are no proposals that found nothing."""
     controller = AdaptiveController(evident=["look-up"])
     planned(controller)
     drafter = drafter_of(controller, 1)
     drafter.budget, drafter.probe, drafter.waiting = 0, 2, 0
-    assert planned(controller) == (1, [2])
-    assert planned(controller, waiting=2) == (1, [0])  # it is verified
+    controller.begin(1)
+    _, budgets = controller.wishes([1], [LOOK_UP], [0], 1)
+    controller.grant([1], budgets)
+    rounds, cuts = controller.rounds([1], MOST)
+    assert rounds == MOST and cuts is not None and list(cuts.once) == [1]
+    sizes = dict(drafter.group.acceptance.sizes)
+    asked, verified, plain = row(proposed=2), row(drafted=2, accepted=0), row()
+    controller.observe(StepResult(0, [plain], earlier=([asked], [verified])), StepShape(1, 1, 0, 100), 0.004)
+    assert (drafter.probe, drafter.streak, drafter.waiting) == (0, 0, 0)
+    after = drafter.group.acceptance.sizes
+    assert 0 not in after and sum(n for n, _ in after.values()) == 1 + sum(n for n, _ in sizes.values())
 
 
 def test_a_probe_that_may_not_be_drafted_keeps_nobody_from_rounds() -> None:

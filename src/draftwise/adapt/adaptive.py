@@ -202,19 +202,21 @@ class AdaptiveController(Controller):
             return 1, None
         if any(lag for _, _, lag in planned.drafting.values()):
             return 1, None  # the first of them takes longer
-        tables, outcomes = bytearray(), bytearray()
+        tables, outcomes, once = bytearray(), bytearray(), bytearray()
         for rid in rids:
             drafter = self._drafters.get(rid)
-            if drafter is None:
+            probing = drafter is not None and drafter.probing and rid in planned.asked
+            if drafter is None or probing:
+                if drafter is not None and not drafter.group.evident:
+                    return 1, None  # a probe waits for its outcome
                 tables += _WHOLE
-                outcomes.append(_UNKNOWN)
-                continue
-            if drafter.waiting and (drafter.probe or drafter.probing):
-                # a probe waits for its outcome; one that may not be drafted now waits for nothing
-                return 1, None
-            tables += drafter.cut_table()
-            outcomes.append(_UNKNOWN if drafter.before is None else drafter.before)
-        return most, RoundCuts(bytes(tables), bytes(outcomes))
+            else:
+                tables += drafter.cut_table()
+            outcomes.append(_UNKNOWN if drafter is None or drafter.before is None else drafter.before)
+            once.append(probing)
+            if probing:
+                planned.once.add(rid)
+        return most, RoundCuts(bytes(tables), bytes(outcomes), bytes(once) if planned.once else b"")
 
     def _nothing_waits(self, rids: Sequence[int]) -> bool:
         """Whether all rounds of a step that drafts nothing are plain."""
@@ -291,6 +293,7 @@ class AdaptiveController(Controller):
     def _observe_rounds(self, result: StepResult, planned: Planned) -> tuple[int, int, bool]:
         """`_observe_rows` of all rounds."""
         kept, total, apart = self._observe_rows((*result.earlier, result.rows)[0], planned)
+        planned.asked -= planned.once
         for rows in (*result.earlier, result.rows)[1:]:
             for rid, drafted, _, _, _, _ in outcomes(rows):
                 drafter = self._drafters.get(rid)

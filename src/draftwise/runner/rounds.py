@@ -242,11 +242,16 @@ class RoundSteps:
         cuts = None
         if plan.cuts is not None:
             require(len(plan.cuts.tables) == CUT_BYTES * len(members.rows), "a table for each request")
-            cuts = array("B", plan.cuts.tables), array("B", plan.cuts.outcomes)
+            cuts = array("B", plan.cuts.tables), array("B", plan.cuts.outcomes), array("B", plan.cuts.once)
             record.cuts, record.outcomes = cuts[0].buffer_info()[0], cuts[1].buffer_info()[0]
         if drafter.drafts is None:
             return (cuts,)
         drafter.drafts.tell(record)
+        if cuts is not None and any(cuts[2]):
+            if drafter.drafts.stops:
+                record.once = cuts[2].buffer_info()[0]
+            else:
+                record.rounds = 1
         if drafter.features is not None:
             sources = room.sources(drafter.features)
             if sources is None:

@@ -76,6 +76,7 @@ class RoundsRecord(ctypes.Structure):
         ("look_up", _I64),
         ("drafter", _I64),
         ("budgets", _PTR),
+        ("once", _PTR),
         ("method", _I64),
         ("shortest", _I64),
         ("indexes", _PTR),
@@ -146,6 +147,9 @@ class RoundDrafts(ABC):
     computes: ClassVar[bool] = False
     """Whether a model does."""
 
+    stops: ClassVar[bool] = False
+    """Whether it may stop drafting for some of them behind the first round (`RoundCuts.once`)."""
+
     @property
     def told(self) -> Tensor | None:
         """[n, V] float32: what drafts are drawn from, to which the books point; None: they are point masses."""
@@ -166,6 +170,8 @@ class RoundElsewhere(RoundDrafts):
 class RoundNgrams(RoundDrafts):
     """Look-ups of n-grams, each request in an index of its own."""
 
+    stops = True
+
     def __init__(self, method: int, indexes: Sequence[int]) -> None:
         """``method``: number of its name; ``indexes`` [R]: handles."""
         self._method, self._indexes = method, array("q", indexes)
@@ -177,6 +183,8 @@ class RoundNgrams(RoundDrafts):
 
 class RoundSuffixes(RoundDrafts):
     """Look-ups in suffix trees: the request's own, and that of all outputs."""
+
+    stops = True
 
     def __init__(
         self,

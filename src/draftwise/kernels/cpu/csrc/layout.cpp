@@ -59,7 +59,7 @@ const Field fields[] = {
     DW_FIELD(Rounds, program), DW_FIELD(Rounds, pass), DW_FIELD(Rounds, room), DW_FIELD(Rounds, logits),
     DW_FIELD(Rounds, vocab), DW_FIELD(Rounds, pools), DW_FIELD(Rounds, num_pools), DW_FIELD(Rounds, look_up),
     DW_FIELD(Rounds, drafter),
-    DW_FIELD(Rounds, budgets), DW_FIELD(Rounds, method), DW_FIELD(Rounds, shortest), DW_FIELD(Rounds, indexes), DW_FIELD(Rounds, global),
+    DW_FIELD(Rounds, budgets), DW_FIELD(Rounds, once), DW_FIELD(Rounds, method), DW_FIELD(Rounds, shortest), DW_FIELD(Rounds, indexes), DW_FIELD(Rounds, global),
     DW_FIELD(Rounds, outputs), DW_FIELD(Rounds, limits), DW_FIELD(Rounds, drafting), DW_FIELD(Rounds, draft_pass),
     DW_FIELD(Rounds, chains), DW_FIELD(Rounds, trees), DW_FIELD(Rounds, guesses), DW_FIELD(Rounds, ask), DW_FIELD(Rounds, target_ids),
     DW_FIELD(Rounds, draft_vocab), DW_FIELD(Rounds, drawn), DW_FIELD(Rounds, told), DW_FIELD(Rounds, sources),

@@ -79,32 +79,39 @@ void scatter_wide(const uint8_t* row, int64_t bytes, int64_t steps, int64_t heig
   }
 }
 
-// As four times `scatter` (or `scatter_wide`), for columns r .. r + 3: blocks of four by four are transposed in registers.
-template <bool kWide>
-void scatter_four(const uint8_t* const (&rows)[4], int64_t bytes, int64_t steps, int64_t height, uint32_t* packed) {
+// As `scatter` (or `scatter_wide`) of kCount rows, for columns r .. r + kCount - 1: blocks of four by four are transposed in registers.
+template <bool kWide, int kCount>
+void scatter_rows(const uint8_t* const (&rows)[4], int64_t bytes, int64_t steps, int64_t height, uint32_t* packed) {
+  constexpr size_t kStored = kCount * sizeof(uint32_t);
   int64_t blocks = bytes / 16;
   for (int64_t b = 0; b < blocks; ++b) {
-    Four r0 = load_four(rows[0] + b * 16), r1 = load_four(rows[1] + b * 16);
-    Four r2 = load_four(rows[2] + b * 16), r3 = load_four(rows[3] + b * 16);
-    Four low01 = DW_SHUFFLE(r0, r1, 0, 4, 1, 5), high01 = DW_SHUFFLE(r0, r1, 2, 6, 3, 7);
-    Four low23 = DW_SHUFFLE(r2, r3, 0, 4, 1, 5), high23 = DW_SHUFFLE(r2, r3, 2, 6, 3, 7);
+    Four r[4];
+    for (int i = 0; i < 4; ++i) r[i] = load_four(rows[i < kCount ? i : 0] + b * 16);
+    Four low01 = DW_SHUFFLE(r[0], r[1], 0, 4, 1, 5), high01 = DW_SHUFFLE(r[0], r[1], 2, 6, 3, 7);
+    Four low23 = DW_SHUFFLE(r[2], r[3], 0, 4, 1, 5), high23 = DW_SHUFFLE(r[2], r[3], 2, 6, 3, 7);
     Four columns[4] = {DW_SHUFFLE(low01, low23, 0, 1, 4, 5), DW_SHUFFLE(low01, low23, 2, 3, 6, 7),
                        DW_SHUFFLE(high01, high23, 0, 1, 4, 5),
                        DW_SHUFFLE(high01, high23, 2, 3, 6, 7)};
     for (int i = 0; i < 4; ++i) {
       if (kWide) {
         Four even = columns[i] << 16, odd = columns[i] & 0xffff0000u;
-        std::memcpy(&packed[2 * (b * 4 + i) * height], &even, 16);
-        std::memcpy(&packed[(2 * (b * 4 + i) + 1) * height], &odd, 16);
+        std::memcpy(&packed[2 * (b * 4 + i) * height], &even, kStored);
+        std::memcpy(&packed[(2 * (b * 4 + i) + 1) * height], &odd, kStored);
       } else {
-        std::memcpy(&packed[(b * 4 + i) * height], &columns[i], 16);
+        std::memcpy(&packed[(b * 4 + i) * height], &columns[i], kStored);
       }
     }
   }
   constexpr int kDwords = kWide ? 2 : 1;
-  for (int r = 0; r < 4; ++r)
-    (kWide ? scatter_wide : scatter)(rows[r] + blocks * 16, bytes - blocks * 16, steps - blocks * 4, height,
-                                     packed + blocks * 4 * kDwords * height + r);
+  for (int i = 0; i < kCount; ++i)
+    (kWide ? scatter_wide : scatter)(rows[i] + blocks * 16, bytes - blocks * 16, steps - blocks * 4, height,
+                                     packed + blocks * 4 * kDwords * height + i);
+}
+
+template <bool kWide>
+void scatter_some(int count, const uint8_t* const (&rows)[4], int64_t bytes, int64_t steps, int64_t height, uint32_t* packed) {
+  constexpr decltype(&scatter_rows<kWide, 1>) kBy[] = {scatter_rows<kWide, 1>, scatter_rows<kWide, 2>, scatter_rows<kWide, 3>, scatter_rows<kWide, 4>};
+  kBy[count - 1](rows, bytes, steps, height, packed);
 }
 
 // One row's dwords into row r of the chunks of a tile.
@@ -164,7 +171,7 @@ void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin,
   const int64_t bytes = w.inputs * (dynamic ? 1 : element);
   auto* q = dynamic ? static_cast<int8_t*>(t_quantized.reserve(size_t(4 * w.inputs))) : nullptr;
   for (int64_t first = 0; first < height; first += 4) {
-    const uint8_t* rows[4];
+    const uint8_t* rows[4] = {};
     const int count = int(std::min<int64_t>(4, height - first));
     for (int i = 0; i < count; ++i) {
       int64_t r = first + i;
@@ -180,11 +187,7 @@ void pack_tile(const LinearCall& c, const LinearKernels& kernels, int64_t begin,
         scatter_chunks(w, rows[i], bytes, height, packed.steps + begin * room + (first + i) * kChunkDwords);
       continue;
     }
-    uint32_t* to = packed.steps + begin * room + first;
-    if (count == 4)
-      (wide ? scatter_four<true> : scatter_four<false>)(rows, bytes, steps, height, to);
-    else
-      for (int i = 0; i < count; ++i) (wide ? scatter_wide : scatter)(rows[i], bytes, steps, height, to + i);
+    (wide ? scatter_some<true> : scatter_some<false>)(count, rows, bytes, steps, height, packed.steps + begin * room + first);
   }
 }
 

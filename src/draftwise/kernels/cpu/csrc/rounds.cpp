@@ -22,11 +22,12 @@ int64_t now() {
 // Memory of a round, kept from call to call.
 struct Memory {
   std::vector<int32_t> asked, own, parts, starts, contexts, tables, first_rows, numbers, given, methods, found;
-  std::vector<uint8_t> is_tree, outcomes;
+  std::vector<uint8_t> is_tree, outcomes, idle;  // idle: of each request, whether nothing is drafted for it
   std::vector<uint64_t> ancestors, q_at;
   std::vector<VerifyDraw> draws;
   std::vector<int64_t> rows, moves, read, columns;
-  std::vector<int32_t> drafts, sizes, filled, most, own_budgets;
+  std::vector<int64_t> looked;
+  std::vector<int32_t> drafts, sizes, found_sizes, filled, most, own_budgets;
   std::vector<RowBook*> found_books;
   int64_t width;  // of what is looked up
   std::vector<void*> externals;
@@ -154,55 +155,65 @@ void read_features(Rounds& ask, Pool* pool, Memory& m) {
   }
 }
 
-// What was looked up of each request: `m.drafts`, `m.sizes`. With a drafter besides, short matches are no drafts.
+// What was looked up of the requests that are asked, `m.looked`: `m.drafts`, and of all requests `m.sizes`. Who is not asked has no turn,
+// either: its new tokens are no part yet of what others look up. With a drafter besides, short matches are no drafts.
 void look_up(const Rounds& ask, Pool* pool, Memory& m) {
-  const size_t count = (size_t)ask.requests;
-  int64_t width = 0;
-  for (size_t r = 0; r < count; r++) width = std::max<int64_t>(width, std::min<int64_t>(ask.budgets[r], MOST_DRAFTS));
+  m.looked.clear();
+  m.width = 0;
+  for (int64_t r = 0; r < ask.requests; r++) {
+    if (m.idle[(size_t)r] || ask.budgets[r] < 1) continue;
+    m.looked.push_back(r);
+    m.width = std::max<int64_t>(m.width, std::min<int64_t>(ask.budgets[r], MOST_DRAFTS));
+  }
+  const size_t count = m.looked.size();
   const bool suffixes = ask.look_up == SUFFIXES;
   m.columns.resize(count * (suffixes ? 8 : 5));
-  for (size_t r = 0; r < count; r++) {
+  for (size_t i = 0; i < count; i++) {
+    const int64_t r = m.looked[i];
     const RowBook& book = *ask.books[r];
     const int64_t at = (int64_t)(uintptr_t)book.tokens, known = book.num_tokens, deepest = book.max_total - known - 1;
     const int64_t budget = std::min<int64_t>(ask.budgets[r], MOST_DRAFTS);
     if (suffixes) {
       const int64_t own[] = {ask.indexes[r], ask.outputs[r], at, known, book.num_prompt, budget, deepest, 0};
-      for (size_t i = 0; i < 8; i++) m.columns[i * count + r] = own[i];
+      for (size_t k = 0; k < 8; k++) m.columns[k * count + i] = own[k];
     } else {
       const int64_t own[] = {ask.indexes[r], at, known, known, std::min(budget, deepest)};
-      for (size_t i = 0; i < 5; i++) m.columns[i * count + r] = own[i];
+      for (size_t k = 0; k < 5; k++) m.columns[k * count + i] = own[k];
     }
   }
-  m.drafts.assign(count * (2 + 2 * (size_t)width), 0);
-  m.sizes.resize(count), m.width = width;
-  const int32_t* matches = m.drafts.data();
-  if (suffixes) {
-    suffix_steps(pool, ask.requests, ask.global, ask.limits, m.columns.data(), width, m.drafts.data());
-    std::copy(m.drafts.begin(), m.drafts.begin() + (ptrdiff_t)count, m.sizes.begin());
-    matches += count;
-  } else {
-    ngram_step(ask.requests, m.columns.data(), width, m.drafts.data());
-    for (size_t r = 0; r < count; r++) m.sizes[r] = m.drafts[r] ? (int32_t)m.columns[4 * count + r] : 0;
+  m.sizes.assign((size_t)ask.requests, 0);
+  if (count == 0) return;
+  m.drafts.assign(count * (2 + 2 * (size_t)m.width), 0);
+  const int32_t *sizes = m.drafts.data(), *matches = sizes + (suffixes ? count : 0);
+  if (suffixes)
+    suffix_steps(pool, (int64_t)count, ask.global, ask.limits, m.columns.data(), m.width, m.drafts.data());
+  else
+    ngram_step((int64_t)count, m.columns.data(), m.width, m.drafts.data());
+  for (size_t i = 0; i < count; i++) {
+    const bool trusted = ask.drafter == NO_PASSES || matches[i] >= ask.shortest;
+    if (trusted && matches[i]) m.sizes[(size_t)m.looked[i]] = suffixes ? sizes[i] : (int32_t)m.columns[4 * count + i];
   }
-  for (size_t r = 0; r < count && ask.drafter != NO_PASSES; r++)
-    if (matches[r] < ask.shortest) m.sizes[r] = 0;
 }
 
 // Writes what was looked up into the books; with a drafter besides, of those of whom something was.
 bool place_found(const Rounds& ask, Memory& m) {
-  const size_t count = (size_t)ask.requests, width = (size_t)m.width;
+  const size_t count = m.looked.size(), width = (size_t)m.width;
+  if (count == 0) return true;
   int32_t* tokens = m.drafts.data() + (ask.look_up == SUFFIXES ? 2 : 1) * count;
-  m.found_books.clear(), m.most.clear();
-  for (size_t r = 0; r < count; r++) {
-    if (m.sizes[r] == 0 && ask.drafter != NO_PASSES) continue;
+  m.found_books.clear(), m.found_sizes.clear(), m.most.clear();
+  for (size_t i = 0; i < count; i++) {
+    const int64_t r = m.looked[i];
+    const int32_t size = m.sizes[(size_t)r];
+    if (size == 0 && ask.drafter != NO_PASSES) continue;
     const size_t to = m.found_books.size();
-    if (to < r) std::copy(tokens + r * width, tokens + (r + 1) * width, tokens + to * width);
-    m.sizes[to] = m.sizes[r];
+    if (to < i) std::copy(tokens + i * width, tokens + (i + 1) * width, tokens + to * width);
+    m.found_sizes.push_back(size);
     m.found_books.push_back(ask.books[r]);
     m.most.push_back(ask.budgets[r]);
   }
   m.filled.assign(m.most.size(), -1);
-  const PlacedDrafts drafts{m.width, tokens, nullptr, m.sizes.data(), m.most.data(), m.filled.data(), false, ask.vocab, nullptr, ask.method};
+  const PlacedDrafts drafts{m.width, tokens, nullptr, m.found_sizes.data(), m.most.data(), m.filled.data(), false, ask.vocab, nullptr,
+                            ask.method};
   return place_drafts((int64_t)m.most.size(), m.found_books.data(), ask.block_size, drafts) < 0;
 }
 
@@ -266,16 +277,14 @@ bool guess(const Rounds& ask, Pool* pool, Memory& m, const int32_t* budgets) {
 
 bool run_drafter(Rounds& ask, Pool* pool, Memory& m) {
   const int32_t* budgets = ask.drafter == GUESSES ? ask.guesses->budgets : ask.ask->budgets;
-  if (ask.look_up != NO_LOOK_UP) {  // what was found needs no drafts; a head reads of it anyway, while its features are there
-    m.own_budgets.assign(budgets, budgets + ask.requests);
-    bool nobody = ask.features == nullptr;
-    for (size_t r = 0; r < m.own_budgets.size(); r++) {
-      if (m.sizes[r]) m.own_budgets[r] = 0;
-      nobody &= m.own_budgets[r] == 0;
-    }
-    if (nobody) return true;
-    budgets = m.own_budgets.data();
+  m.own_budgets.assign(budgets, budgets + ask.requests);
+  bool nobody = ask.features == nullptr;  // a head reads anyway, while its features are there
+  for (size_t r = 0; r < m.own_budgets.size(); r++) {
+    if (m.idle[r] || (ask.look_up != NO_LOOK_UP && m.sizes[r])) m.own_budgets[r] = 0;  // what was found needs no drafts
+    nobody &= m.own_budgets[r] == 0;
   }
+  if (nobody) return true;
+  budgets = m.own_budgets.data();
   if (ask.drafter == GUESSES) return guess(ask, pool, m, budgets);
   BookDrafts books = *ask.ask;
   books.budgets = budgets;
@@ -301,9 +310,13 @@ bool run_drafter(Rounds& ask, Pool* pool, Memory& m) {
 bool draft(Rounds& ask, Pool* pool, Memory& m) {
   if (ask.drafter == NO_PASSES && ask.look_up == NO_LOOK_UP) return true;
   if (ask.drafter == ELSEWHERE) return false;
+  m.idle.assign((size_t)ask.requests, 0);
   for (int64_t r = 0; r < ask.requests; r++) {
     const RowBook& book = *ask.books[r];
-    if (book.drafting_failed || book.max_total - book.num_tokens < 2) return false;
+    if (book.drafting_failed) return false;
+    const bool ends = !ask.going[r] || book.max_total - book.num_tokens < 2;
+    if (ends && ask.features != nullptr) return false;  // a head that is told of what it does not draft for
+    m.idle[(size_t)r] = ends || (ask.once != nullptr && ask.once[r] && ask.done > 0);
   }
   try {
     if (ask.look_up != NO_LOOK_UP) look_up(ask, pool, m);
@@ -330,12 +343,12 @@ void run(Rounds& ask, Pool* pool) {
     const int64_t decided = now();
     if (ask.features != nullptr) read_features(ask, pool, m);
     int32_t* numbers = ask.numbers + ask.done * COLUMNS * ask.requests;
-    ask.drafted = all && draft(ask, pool, m);
+    ask.drafted = draft(ask, pool, m);
     for (int64_t r = 0; r < ask.requests; r++) numbers[WAITING_COLUMN * ask.requests + r] = (int32_t)ask.books[r]->waiting;
     ask.done++;
     const int64_t end = now();
     ask.forward_ns += passed - laid, ask.verify_ns += decided - passed, ask.draft_ns += end - decided;
-    if (!ask.drafted || end - begun + (end - start) > ask.most_ns || __atomic_load_n(ask.hurry, __ATOMIC_RELAXED)) return;
+    if (!all || !ask.drafted || end - begun + (end - start) > ask.most_ns || __atomic_load_n(ask.hurry, __ATOMIC_RELAXED)) return;
     start = end;
   }
 }

@@ -55,6 +55,7 @@ struct Rounds {
   // Drafts.
   int64_t look_up, drafter;  // a RoundLookUp, a RoundDrafter
   const int32_t* budgets;    // [requests] drafts of each, at most
+  const uint8_t* once;       // [requests] not 0: the request drafts behind the first round only; null: nobody. For look-ups alone
   int64_t method;            // number of the look-up's name
   int64_t shortest;          // tokens of a match that is trusted more than the drafter, if there are both
   const int64_t* indexes;    // [requests] what is looked up in
