@@ -401,3 +401,22 @@ def test_what_drafters_read_is_weighed_against_the_batch_that_reads() -> None:
         controller._roster.batch, controller._ledger.balance = batch, 6.0
         controller._book_beside(0.010)
         assert controller._ledger.balance == pytest.approx(max(6.0 - lost, -4.0), abs=0.3)
+
+
+@pytest.mark.parametrize("suspended", [True, False])
+def test_what_others_lost_does_not_keep_a_new_group_from_its_trial(suspended: bool) -> None:
+    """Greedy requests behind sampled ones whose drafts did not pay: some engines decoded plainly for twenty requests,
+    at half the speed."""
+    world = World(
+        lambda requests, rows: 1.0 + 0.02 * rows,
+        lambda method, requests, nodes: 0.02 * nodes,
+        lambda rid, method, position, time: 0.9 if method == "good" else 0.0,
+    )
+    controller = AdaptiveController()
+    simulation = Simulation(world, controller)
+    simulation.add(1, method="bad", k=4)
+    simulation.run(100)
+    controller._ledger.balance, controller._ledger.suspended = (-4.0, True) if suspended else (10.0, False)
+    simulation.add(2, method="good", k=4)
+    asked = [step.budgets.get(2, 0) for step in simulation.run(20)]
+    assert sum(nodes > 0 for nodes in asked) >= 18

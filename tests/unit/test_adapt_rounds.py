@@ -132,6 +132,25 @@ def test_a_pause_lasts_two_steps_where_steps_have_several_rounds() -> None:
         explorer._pause_until = 0
 
 
+@pytest.mark.parametrize("usual", [1.0, 4.0, 8.0, 64.0])
+def test_pauses_for_the_first_samples_leave_room_for_decisions(usual: float) -> None:
+    """With eight rounds in a step, every step was one to learn from, for ever: each put off the decision that would
+    have seen that enough was learned. Greedy requests behind sampled ones ran at half their speed."""
+    explorer = Explorer(PerformanceModel(), 0.004, 24.0)
+    explorer.rounds = usual
+    pausing = []
+    for step in range(5, 65):
+        prices = Prices(1, 100, False, 0.001, step, False)
+        explorer.earn(0.01, prices)
+        explorer.begin(step)
+        if explorer.is_due():
+            explorer.look(prices, 1.5, False, list)
+        pausing.append(explorer.pausing)
+        if pausing[-2:] == [True, True] or (usual == 1.0 and explorer.pausing):
+            explorer.saw_plain(1)
+    assert 5 <= sum(pausing) <= 25
+
+
 @pytest.mark.parametrize("usual, seconds", [(1.0, 0.005), (4.0, 0.002)])
 def test_a_step_of_one_round_says_little_where_steps_have_several(usual: float, seconds: float) -> None:
     """A request's first step has one round, behind its prompt, and so has a probe."""

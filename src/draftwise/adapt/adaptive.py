@@ -171,6 +171,7 @@ class AdaptiveController(Controller):
         drafter = self._roster.enter(rid, speculation, self._step)
         if self._roster.num_made > known:
             self._decisions.decide_by(0)
+            self._ledger.lend(self.settings.trial_loss)
         return drafter
 
     def forget(self, rid: int) -> None:

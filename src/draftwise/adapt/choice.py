@@ -55,6 +55,7 @@ class Group:
     follows: bool = False
     acceptance: GroupAcceptance = field(default_factory=GroupAcceptance)
     cap: int | None = None
+    trial_floor: float = 0.0  # of the account of gains and losses: below it the group's trial has ended
     trees: bool = False  # proposals that were no chains have been seen
     gain: float | None = None
     accepted: float | None = None

@@ -71,6 +71,7 @@ class Decisions:
     def saw_decoding(self, context: int, sampled: bool) -> None:
         """The newest step that decoded: tokens before a row, on average, and whether tokens were drawn."""
         self._mean_context, self._sampled = context, sampled
+        self._ledger.turn_to(sampled=sampled)
 
     def decide(self, step: int) -> None:
         """Choose for all groups that were planned lately, and when to choose again."""
@@ -144,7 +145,9 @@ class Decisions:
         settings = self._settings
         if self._roster.batch > 2 or group.cap is not None or group.num_steps >= settings.trial_steps:
             return False
-        if self._ledger.balance < settings.loss_steps - settings.trial_loss:
+        if group.num_steps < 2:  # what others lost before says nothing of this group
+            group.trial_floor = self._ledger.balance - settings.trial_loss
+        if self._ledger.balance < group.trial_floor:
             return False
         few = group.num_accepted < _HOPELESS_ACCEPTED * group.num_drafts
         return not (few and group.num_drafts >= _HOPELESS_DRAFTS)

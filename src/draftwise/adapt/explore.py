@@ -77,8 +77,9 @@ class Explorer:
             self._pause_until = max(self._pause_until, self._step + 1)
 
     def is_due(self) -> bool:
-        """Whether to look in this step for something to try."""
-        return self._funds > 0 and self._step >= self._next_look
+        """Whether to look in this step for something to try. Not in a pause: what it finds out has to be looked at
+        first, and with many rounds in a step the next pause would begin before that, for ever."""
+        return not self.pausing and self._funds > 0 and self._step >= self._next_look
 
     @property
     def funds(self) -> float:
@@ -166,7 +167,7 @@ class Explorer:
         cost = rounds * prices.plain * (1 - 1 / rate_gain)
         # Never measured at this size, and every comparison rests on it; and the first few samples are on the house.
         # Where none comes of it, since all steps have prompts in them, it is tried again after 16, 32, ... rounds.
-        if seen is None or (not plain_known and step >= seen + self._steps(8)):
+        if seen is None or (not plain_known and step >= seen + max(self._steps(8), 3 * steps)):
             if self._unseen and step < self._pause_until + self._steps(8 << min(self._unseen, 8)):
                 return False
             self._unseen += 1

@@ -16,7 +16,11 @@ _CREDIT = 1.0
 
 class Ledger:
     """In plain steps of the present batch. Speculation that has lost more than it may is ``suspended`` until time has
-    paid for it, or until it promises much again."""
+    paid for it, or until it promises much again.
+
+    Greedy and sampled steps have an account each: what greedy requests have gained is not there to be lost by sampled
+    ones, whose drafts are accepted less often.
+    """
 
     def __init__(self, share: float, reserve: float) -> None:
         """``share`` of the time that passes may be lost; ``reserve``: what the account starts with and never exceeds
@@ -27,6 +31,17 @@ class Ledger:
         self._reserve = reserve
         self._retry_after = _RETRY
         self._waited = 0.0
+        self._sampled = False
+        self._other = reserve, False, _RETRY, 0.0  # of the kind of steps that is not made now
+
+    def turn_to(self, *, sampled: bool) -> None:
+        """Steps of this kind are made now."""
+        if sampled == self._sampled:
+            return
+        self._sampled = sampled
+        own = self.balance, self.suspended, self._retry_after, self._waited
+        self.balance, self.suspended, self._retry_after, self._waited = self._other
+        self._other = own
 
     def book(self, gain: float, requests: int) -> None:
         """Speculation gained, or lost, so many plain steps."""
@@ -36,6 +51,11 @@ class Ledger:
             self.suspended = True
         elif self.balance >= 0.5 * most:
             self._retry_after = _RETRY
+
+    def lend(self, steps: float) -> None:
+        """Somebody drafts who never did, and has lost nothing yet: the account holds so much at least."""
+        if self.balance < steps:
+            self.balance, self.suspended, self._waited = steps, False, 0.0
 
     def earn(self, steps: float, promising: bool) -> None:
         """The time of so many plain steps has passed. ``promising``: by what is known now, drafting gains much."""
