@@ -15,7 +15,7 @@ from draftwise.errors import ConfigError
 from draftwise.sched import rounds as sched_rounds
 from draftwise.sched import scheduler
 from draftwise.sched.columns import PlanColumns
-from draftwise.types import StepPlan, StepResult
+from draftwise.types import CUT_BYTES, RoundCuts, StepPlan, StepResult
 from tests.fakes.lora import save_adapter
 from tests.native import native_or_skip
 
@@ -99,6 +99,48 @@ def test_drafts_are_those_of_steps_with_one_round(
                 assert llm._engine.core.totals.num_steps > 1.5 * llm._engine.core.scheduler._step
             llm.check_integrity()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+def test_who_drafts_once_drafts_behind_the_first_round(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ups go on without it; with a model there is one round."""
+    native_or_skip()
+    for module in (sched_rounds, scheduler):
+        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    prompts = ["a b c d e f g h " * 8, "for i in range(10):\n    " * 8]
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    seen: list[tuple[int, list[int], list[int]]] = []  # rounds, and what waits behind each of either request
+    with LLM(speculative_config={"method": method}, speculation_control="static", rounds_per_step=8) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+        core: Any = llm._engine.core  # type: ignore[union-attr]
+        rounds, execute = core.scheduler._controller.rounds, core.executor.execute
+
+        def told(rids: list[int], most: int) -> tuple[int, RoundCuts | None]:
+            answer = rounds(rids, most)
+            if len(rids) != 2 or answer[0] < 2:
+                return answer
+            whole = 4 * bytes(range(CUT_BYTES // 4))
+            return answer[0], RoundCuts(2 * whole, bytes([3, 3]), bytes([1, 0]))
+
+        def watched(plan: StepPlan) -> StepResult:
+            result = execute(plan)
+            if plan.cuts is not None and len(plan.rows) == 2:
+                waits = [[row.num_proposed for row in rows] for rows in (*result.earlier, result.rows)]
+                seen.append((len(waits), *map(list, zip(*waits, strict=True))))
+            return result
+
+        monkeypatch.setattr(core.scheduler._controller, "rounds", told, raising=False)
+        monkeypatch.setattr(core.executor, "execute", watched)
+        found = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+        assert found == expected
+        assert seen
+        if method == "draft_model":
+            assert {count for count, _, _ in seen} == {1}
+        else:
+            assert max(count for count, _, _ in seen) > 2
+            assert any(once[0] for _, once, _ in seen)
+            assert not any(any(once[1:]) for _, once, _ in seen)
+            assert any(any(always[1:]) for _, _, always in seen)
 
 
 @pytest.mark.parametrize(
