@@ -153,7 +153,7 @@ def test_pauses_for_the_first_samples_leave_room_for_decisions(usual: float) -> 
 
 @pytest.mark.parametrize("usual, seconds", [(1.0, 0.005), (4.0, 0.002)])
 def test_a_step_of_one_round_says_little_where_steps_have_several(usual: float, seconds: float) -> None:
-    """A request's first step has one round, behind its prompt, and so has a probe."""
+    """A request's first step has one round, behind its prompt, and so has a model's probe."""
     controller = AdaptiveController()
     planned(controller)
     for _ in range(3):

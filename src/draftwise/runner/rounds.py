@@ -250,7 +250,7 @@ class RoundSteps:
         if cuts is not None and any(cuts[2]):
             if drafter.drafts.stops:
                 record.once = cuts[2].buffer_info()[0]
-            else:
+            else:  # whoever has read features or tokens goes on drafting
                 record.rounds = 1
         if drafter.features is not None:
             sources = room.sources(drafter.features)
