@@ -14,7 +14,7 @@ from draftwise import LLM, SamplingParams
 from draftwise.runner.ordinary import OrdinaryStep, OrdinarySteps
 from draftwise.runner.placing import Placing
 from draftwise.runner.rounds import RoundSteps
-from draftwise.sched import scheduler
+from draftwise.sched import rounds as sched_rounds
 from tests.fakes.every_method import CASES, SHAPES, VOCAB, case_id, make_families, make_target
 from tests.native import native_or_skip
 
@@ -91,7 +91,7 @@ def run(
     room = core.scheduler._rounds
     # however slow the machine is
     room._most, room._seconds, room.took = max(rounds, 1), [1e-6, 1e-6], lambda *_: None
-    patience, scheduler.ROUND_SECONDS = scheduler.ROUND_SECONDS, 60.0
+    patience, sched_rounds.UNREAD_SECONDS = sched_rounds.UNREAD_SECONDS, 60.0
     execute, marks = executor.execute, executor._drafting.fills.marks
 
     def watched(plan: Any) -> Any:
@@ -115,7 +115,7 @@ def run(
         outputs = llm.generate(prompts, params)
     finally:
         del executor.execute
-        scheduler.ROUND_SECONDS = patience
+        sched_rounds.UNREAD_SECONDS = patience
         executor._ordinary, executor._drafting._placing, executor._rounds = kept
     texts = [(o.outputs[0].token_ids, o.outputs[0].trace) for o in outputs]
     return [said, texts] if rounds > 1 else [said, texts, seen]

@@ -3,6 +3,7 @@ scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from draftwise import LLM, LoRARequest, SamplingParams
 from draftwise.config.embedded import embedded_path
 from draftwise.errors import ConfigError
 from draftwise.sched import rounds as sched_rounds
-from draftwise.sched import scheduler
 from draftwise.sched.columns import PlanColumns
 from draftwise.types import CUT_BYTES, RoundCuts, StepPlan, StepResult
 from tests.fakes.lora import save_adapter
@@ -25,6 +25,12 @@ ASKED = [
     SamplingParams(temperature=0.8, seed=3, max_tokens=60, speculation={"rule": "coupled"}),
     SamplingParams(temperature=0.0, max_tokens=60, stop=["self", "\n\n"]),
 ]
+
+
+def without_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is time for all rounds, whatever the machine."""
+    for name in ("ROUND_SECONDS", "UNREAD_SECONDS"):
+        monkeypatch.setattr(sched_rounds, name, 60.0)
 
 
 def said(llm: LLM) -> tuple[list[Any], int]:
@@ -74,8 +80,7 @@ def test_drafts_are_those_of_steps_with_one_round(
 ) -> None:
     """With the rule ``rejection`` the text of a seed depends on what was drafted, and on its distribution."""
     native_or_skip()
-    for module in (sched_rounds, scheduler):
-        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    without_hurry(monkeypatch)
     options: dict[str, Any] = {"speculative_config": spec, "speculation_control": "static"}
     params = [
         SamplingParams(temperature=t, seed=i, max_tokens=70 + 9 * i, speculation={"rule": "rejection"})
@@ -105,8 +110,7 @@ def test_drafts_are_those_of_steps_with_one_round(
 def test_who_drafts_once_drafts_behind_the_first_round(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Look-ups go on without it; with a model there is one round."""
     native_or_skip()
-    for module in (sched_rounds, scheduler):
-        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    without_hurry(monkeypatch)
     prompts = ["a b c d e f g h " * 8, "for i in range(10):\n    " * 8]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     seen: list[tuple[int, list[int], list[int]]] = []  # rounds, and what waits behind each of either request
@@ -159,8 +163,7 @@ def test_who_comes_between_rounds_changes_nobodys_drafts(
     """With the rule ``rejection`` a head that missed something of a request, or read another one's, would draft
     something else, and so would the text."""
     native_or_skip()
-    for module in (sched_rounds, scheduler):
-        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    without_hurry(monkeypatch)
     options: dict[str, Any] = {"speculative_config": spec, "speculation_control": "static"}
     params = [
         SamplingParams(temperature=0.7, seed=i, max_tokens=40 + 25 * i, speculation={"rule": "rejection"})
@@ -221,10 +224,10 @@ def test_who_drafts_for_nobody_need_not_stop_rounds(
 ) -> None:
     """Where control lets nobody draft, decoding is as quick as without a drafter, unless it must be told of tokens."""
     native_or_skip()
-    for module in (sched_rounds, scheduler):
-        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    without_hurry(monkeypatch)
     params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
-    with LLM(speculative_config={"method": method}, speculation_control="static") as llm:
+    options: dict[str, Any] = {"speculative_config": {"method": method}, "speculation_control": "static"}
+    with LLM(rounds_per_step=8, **options) as llm:
         assert llm._engine is not None
         core = llm._engine.core
         expected = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -248,9 +251,8 @@ def test_who_drafts_for_nobody_need_not_stop_rounds(
 @pytest.mark.parametrize("comes", [True, False])
 def test_who_comes_meanwhile_waits_for_one_round(comes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     native_or_skip()
-    for module in (sched_rounds, scheduler):  # there is time for all rounds, whatever the machine
-        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
-    with LLM(speculative_config={"method": "none"}) as llm:
+    without_hurry(monkeypatch)
+    with LLM(speculative_config={"method": "none"}, rounds_per_step=8) as llm:
         assert llm._engine is not None
         core, processor = llm._engine.core, llm._engine.processor
 
@@ -282,6 +284,75 @@ def test_who_comes_meanwhile_waits_for_one_round(comes: bool, monkeypatch: pytes
         llm.check_integrity()
 
 
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_who_waits_for_a_place_stops_no_rounds(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All places are taken until a request ends, and the rounds of a step end with it."""
+    native_or_skip()
+    without_hurry(monkeypatch)
+    params = [SamplingParams(temperature=0.0, max_tokens=30 + 11 * i, ignore_eos=True) for i in range(6)]
+    options: dict[str, Any] = {"speculative_config": {"method": method}, "speculation_control": "static"}
+    found, while_waiting = [], []
+    for rounds in (1, 8):
+        with LLM(rounds_per_step=rounds, max_num_seqs=2, **options) as llm:
+            assert llm._engine is not None
+            core = llm._engine.core
+            execute = core.executor.execute
+
+            def executed(
+                plan: StepPlan, core: Any = core, execute: Callable[[StepPlan], StepResult] = execute
+            ) -> StepResult:
+                waiting = core.scheduler.num_waiting
+                result = execute(plan)
+                if waiting:
+                    while_waiting.append(result.num_rounds)
+                return result
+
+            monkeypatch.setattr(core.executor, "execute", executed)
+            outputs = llm.generate(PROMPTS * 2, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            llm.check_integrity()
+        assert max(while_waiting) == rounds
+    assert found[0] == found[1]
+
+
+def test_steps_are_long_where_nobody_reads_meanwhile() -> None:
+    """A call of `LLM.generate` is answered at its end. Stop strings are looked for behind each step."""
+    native_or_skip()
+
+    def planned(params: SamplingParams, *, at_once: bool) -> set[float]:
+        with LLM(speculative_config={"method": "none"}) as llm:
+            assert llm._engine is not None
+            core, processor = llm._engine.core, llm._engine.processor
+            seen, execute = set(), core.executor.execute
+
+            def executed(plan: StepPlan) -> StepResult:
+                if isinstance(plan.rows, PlanColumns) and list(plan.rows.num_new) == [1]:
+                    seen.add(plan.round_seconds)
+                    assert plan.rounds <= 8 or not params.stop
+                return execute(plan)
+
+            core.executor.execute = executed  # type: ignore[method-assign]
+            if at_once:
+                llm.generate(PROMPTS[0], params, use_tqdm=False)
+            else:
+                core.add(processor.group(PROMPTS[0], params).requests[0])
+                with torch.inference_mode():
+                    while core.has_work:
+                        core.step()
+        return seen
+
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    whole, read, stopped = (
+        params,
+        params.replace(output_kind="final_only"),
+        params.replace(stop=["this never comes"]),
+    )
+    assert planned(whole, at_once=True) == {sched_rounds.UNREAD_SECONDS}
+    assert planned(read, at_once=False) == {sched_rounds.UNREAD_SECONDS}
+    assert planned(whole, at_once=False) == {sched_rounds.ROUND_SECONDS}
+    assert planned(stopped, at_once=True) == {sched_rounds.ROUND_SECONDS}
+
+
 def test_where_there_are_none() -> None:
     with pytest.raises(ConfigError, match=r"rounds_per_step: only native code"):
         LLM(rounds_per_step=4, async_scheduling=True)
@@ -294,8 +365,7 @@ def test_requests_with_adapters_go_in_rounds(
     method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     native_or_skip()
-    for module in (sched_rounds, scheduler):
-        monkeypatch.setattr(module, "ROUND_SECONDS", 60.0)
+    without_hurry(monkeypatch)
     own = [
         LoRARequest(f"a{i}", i, save_adapter(tmp_path / f"a{i}", embedded_path("target"), i, size=0.15))
         for i in (1, 2)

@@ -201,6 +201,8 @@ class AdaptiveController(Controller):
             return 1, None
         if self._explorer.pausing and not (self._explorer.several and self._nothing_waits(rids)):
             return 1, None
+        if not planned.drafting and self._nothing_waits(rids):
+            return most, None
         if any(lag for _, _, lag in planned.drafting.values()):
             return 1, None  # the first of them takes longer
         tables, outcomes, once = bytearray(), bytearray(), bytearray()

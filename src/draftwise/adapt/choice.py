@@ -6,6 +6,7 @@ et al., 2406.14066), over k = 0..K per group of requests that draft together, an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -124,12 +125,10 @@ class Drafter:
 
     def cut_table(self) -> bytes:
         """uint8 [4, 64] `cut` of proposals of all sizes, by what came of the one before (`RoundCuts`)."""
-        if self._table is None or self._table[0] is not self.cuts or self._table[1] != self.group.trees:
-            before, rows = self.before, bytearray()
-            for self.before in (NOTHING, SOME, ALL, None):
-                rows += bytes([self.cut(n) if self.group.cuts else n for n in range(MAX_TREE_NODES + 1)])
-            self.before = before
-            self._table = self.cuts, self.group.trees, bytes(rows)
+        group = self.group
+        if self._table is None or self._table[0] is not self.cuts or self._table[1] != group.trees:
+            cuts = tuple(self.cuts.items()) if group.cuts else ()
+            self._table = self.cuts, group.trees, _cut_table(group.evident, group.trees, cuts)
         return self._table[2]
 
     def lag(self, step: int) -> int:
@@ -139,6 +138,27 @@ class Drafter:
         if self.group.follows:
             return min(max(step - 1 - self.drafted, 0), _OWN_ROWS)
         return max(self.behind + step - 1 - self.drafted, 0)
+
+
+_SIZES = bytes(range(MAX_TREE_NODES + 1))
+_SIZE_CLASSES = [size_class(n) for n in _SIZES]
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut_table(evident: bool, trees: bool, cuts: tuple[tuple[int, int], ...]) -> bytes:
+    """`Drafter.cut_table` of these `Drafter.cuts`. Requests of a group, and later choices, often have the same."""
+    limits = dict(cuts)
+    if evident and not trees:
+        return 4 * bytes([min(limits.get(kind, n), n) for n, kind in enumerate(_SIZE_CLASSES)])
+    whole = limits.get(TREE if trees else ANY)
+    behind = [after(before) for before in (NOTHING, SOME, ALL)]
+    own = [whole if trees else limits.get(kind, whole) for kind in behind]
+    return b"".join([_up_to(limit) for limit in (*own, whole)])
+
+
+def _up_to(limit: int | None) -> bytes:
+    """uint8 [64]: 0, 1, ..., ``limit``, and that again and again."""
+    return _SIZES if limit is None else _SIZES[:limit] + bytes([limit]) * (len(_SIZES) - limit)
 
 
 @dataclass(slots=True)

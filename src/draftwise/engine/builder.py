@@ -32,7 +32,7 @@ from draftwise.sched.scheduler import Scheduler, SchedulerConfig
 
 logger = logging.getLogger("draftwise")
 
-_ROUNDS = 8
+_ROUNDS = 32
 """Rounds of a step at most, unless `EngineConfig.rounds_per_step` says so: of more, each saves little."""
 
 

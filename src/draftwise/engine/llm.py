@@ -115,6 +115,7 @@ class LLM(OwnSteps, Absent):
             try:
                 with torch.inference_mode(), engine.core.executor.many_steps():
                     for request in requests:
+                        request.read_at_end = True
                         engine.core.add(request)
                     for group in groups:
                         group.lease = None

@@ -174,6 +174,7 @@ class Request(RequestBook):
         "params",
         "priority",
         "prompt_logprobs",
+        "read_at_end",
         "rid",
         "sample_index",
         "scheduled_time",
@@ -220,6 +221,8 @@ class Request(RequestBook):
         self.stop_token_ids = stop_token_ids
         self.bad_words_ids = bad_words_ids
         self.sink = sink
+        self.read_at_end = params.output_kind == "final_only"
+        """Whether nobody looks at its tokens before it has ended."""
         self.max_total = max_total
         self.num_prompt = len(prompt_np)
         self.num_tokens = self.num_prompt

@@ -15,10 +15,16 @@ from draftwise.types import RoundCuts
 ROUND_SECONDS = 0.016
 """Steps of several rounds take about so long at most, a screen's picture: nobody sees that text comes in pieces of it.
 Who comes meanwhile waits for the round that is computed, not for the others (`Executor.hurry`)."""
+UNREAD_SECONDS = 0.1
+"""The same where nobody reads what comes before the requests have ended, as in `LLM.generate`. It is the longest that
+Ctrl-C waits there."""
+_WATCHED_ROUNDS = 8
+"""The most where a stop string may end a request: the text is only looked at behind a step, and what comes behind the
+stop string is computed for nothing."""
 
 
 class RoundRoom:
-    """Asks the controller for rounds, as many as fit into `ROUND_SECONDS`, and finds blocks for their tokens.
+    """Asks the controller for rounds, as many as fit into a step's time, and finds blocks for their tokens.
 
     Rounds take blocks that nobody could miss: a step without them finds as many free ones as it may ask for. What they
     did not fill goes back before blocks become short, so that nobody waits, drafts less or loses its place for them.
@@ -51,20 +57,31 @@ class RoundRoom:
         seconds = self._seconds[plain] or self._seconds[not plain]
         if self._most < 2 or not seconds:
             return 1, None
-        most = min(self._most, int(ROUND_SECONDS / seconds))
+        most = min(self._most, int(step_seconds(members) / seconds))
+        if members.watched:
+            most = min(most, _WATCHED_ROUNDS)
         if most < 2:
             return 1, None
         rounds, cuts = controller.rounds(shares.rids, most)
         if rounds < 2:
             return 1, None
-        # A root and its drafts in each round, and the drafts behind the last one; never behind a request's last token.
-        wanted = [
-            min(1 + nodes + budget + (rounds - 1) * (1 + budget), request.max_total - request.num_computed)
-            for nodes, budget, request in zip(shares.num_draft, shares.budgets, members.requests, strict=True)
-        ]
-        spare = self._step_blocks(running)
-        if self._kv.num_free < spare + len(wanted) * self._kv.blocks_for(max(wanted)):
-            return 1, None
+        free = self._kv.num_free - self._step_blocks(running)
+        while True:
+            # A root and its drafts in each round, and the drafts behind the last one; never behind a request's last
+            # token.
+            wanted = [
+                min(
+                    1 + nodes + budget + (rounds - 1) * (1 + budget), request.max_total - request.num_computed
+                )
+                for nodes, budget, request in zip(
+                    shares.num_draft, shares.budgets, members.requests, strict=True
+                )
+            ]
+            if len(wanted) * self._kv.blocks_for(max(wanted)) <= free:
+                break
+            rounds //= 2
+            if rounds < 2:
+                return 1, None
         for place in books.room(members, self._kv.block_size, wanted):
             blocks = self._kv.reserve(shares.rids[place], wanted[place])
             assert blocks is not None, "that many were free"
@@ -98,6 +115,11 @@ class RoundRoom:
             blocks = sum([self._kv.blocks_for(1 + 2 * _most_nodes(request)) for request in running])
             known = self._spare = running.version, blocks
         return known[1]
+
+
+def step_seconds(members: Members | None) -> float:
+    """What steps of several rounds of these requests take, at most; None: of requests that are not side by side."""
+    return UNREAD_SECONDS if members is not None and members.read_at_end else ROUND_SECONDS
 
 
 def _most_nodes(request: Request) -> int:

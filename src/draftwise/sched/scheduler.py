@@ -18,7 +18,7 @@ from draftwise.sched.drafts import DraftRoom
 from draftwise.sched.integrity import check_books
 from draftwise.sched.order import Ordered, Waiting
 from draftwise.sched.request import Request, RequestStatus, RequestUpdate, SpeculationCounts, together
-from draftwise.sched.rounds import ROUND_SECONDS, RoundRoom
+from draftwise.sched.rounds import RoundRoom, step_seconds
 from draftwise.sched.shares import Shares, kept_for_drafts, measure
 from draftwise.sched.steps import PlannedStep
 from draftwise.sched.taking import Books, Members, Planned, native_books
@@ -165,7 +165,9 @@ class Scheduler:
         self._draft_room.divide(shares, left, self._controller, self._batch_size)
         self._controller.grant(shares.rids, shares.budgets)
         rounds, cuts = 1, None
-        if members is not None and self._books is not None and not waiting and not shares.reading:
+        # Where all places are taken, who waits does so until a request ends, and rounds end with that.
+        hurried = waiting and places > 0
+        if members is not None and self._books is not None and not hurried and not shares.reading:
             plain = self._newest.plain = not (any(shares.budgets) or any(shares.num_draft))
             rounds, cuts = self._rounds.of(
                 shares, plain, self._controller, self._books, members, self._running
@@ -178,7 +180,7 @@ class Scheduler:
             removed=tuple(self._removed),
             trimmed=tuple(self._trimmed.items()),
             rounds=rounds,
-            round_seconds=ROUND_SECONDS,
+            round_seconds=step_seconds(members),
             cuts=cuts,
         )
         self._removed = []

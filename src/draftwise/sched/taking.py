@@ -41,11 +41,13 @@ class Members:
         "numbers_at",
         "places",
         "places_at",
+        "read_at_end",
         "requests",
         "rids",
         "sampled",
         "speculations",
         "tables_at",
+        "watched",
     )
 
     def __init__(self, requests: list[Request], kv: KVManager) -> None:
@@ -57,6 +59,10 @@ class Members:
         self.speculations: Sequence[Speculation] = [request.speculation for request in requests]
         self.sampled = [speculation.rule != "greedy" for speculation in self.speculations]
         """Whether each draws at a temperature."""
+        self.watched = any(request.sink is not None for request in requests)
+        """Whether the text of some request may end it."""
+        self.read_at_end = not self.watched and all(request.read_at_end for request in requests)
+        """Whether nobody looks at their tokens before they have ended."""
         count = len(requests)
         self.places_at = self.places.buffer_info()[0]
         self.tables_at = self.places_at + 8 * count
