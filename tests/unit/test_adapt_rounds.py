@@ -94,7 +94,7 @@ def test_a_choice_that_nobody_drafts_stands_for_rounds() -> None:
     simulation.run(200)
     decisions = controller._decisions
     assert [group.cap for group in controller._groups] == [0]
-    for rounds, steps in ((1.0, 128), (4.0, 32), (64.0, 16)):  # not more often than where somebody drafts
+    for rounds, steps in ((1.0, 128), (4.0, 32), (64.0, 8)):  # not more often than where somebody drafts
         decisions.rounds = rounds
         decisions.decide(controller._step)
         assert decisions.next_step - controller._step == steps

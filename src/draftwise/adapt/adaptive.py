@@ -76,6 +76,10 @@ class AdaptiveController(Controller):
 
     # ------------------------------------------------------------------------------------------- planning
 
+    @property
+    def settled(self) -> bool:
+        return not self._groups or (self._step > self.settings.warm_steps and not self._decisions.guessed)
+
     def begin(self, batch_size: int) -> Planned:
         self._step += 1
         planned = self._planned = Planned(self._step)

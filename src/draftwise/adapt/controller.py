@@ -80,6 +80,11 @@ class Controller(ABC):
     """Requests whose drafters are not told what a step commits that is planned now, because they will not draft soon
     (`RowPlan.follow`)."""
 
+    @property
+    def settled(self) -> bool:
+        """Whether a step may be as long as there is time for: one that is wrong loses little."""
+        return True
+
     def begin(self, batch_size: int) -> object:
         """A step is about to be planned. ``batch_size``: requests that run once everybody who can is admitted. What is
         returned comes back as `StepShape.note`: ahead, the next step is planned before this one is observed."""

@@ -15,6 +15,10 @@ _QUICK = 0.002
 _MOST_QUICK = 2.0
 """Seconds of a plain step below which the controller looks more rarely, up to so many times: what it takes is the same
 for a small model, and more of its steps."""
+_CHOICE_SECONDS = 0.2
+"""A choice stands for about so long where steps have several rounds, but for `AdaptiveSettings.interval` rounds."""
+_SAMPLES = 5
+"""Drafting steps that are taken in between two choices, at least."""
 _HOPELESS_DRAFTS = 8
 _HOPELESS_ACCEPTED = 0.3
 """So many proposals of which less than so many drafts were accepted on average end a trial before its time."""
@@ -24,8 +28,9 @@ class Decisions:
     """The newest choice, what it was made of, and the step at which the next one is made.
 
     ``prices``: what the newest decision reckoned with; None: none was made. ``plain_known``: its plain step was
-    measured, not guessed. ``rate_gain``: the rate that it promises over the plain one. ``stride``: one step in so many
-    is taken in. ``rounds``: of a step, lately; a choice that nobody drafts stands for a number of rounds, not steps.
+    measured, not guessed. ``guessed``: the choice is a trial's, or what its steps take was not measured. ``rate_gain``:
+    the rate that it promises over the plain one. ``stride``: one step in so many is taken in. ``rounds``: of a step,
+    lately; a choice that nobody drafts stands for a number of rounds, not steps.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Decisions:
         self.rate_gain = 1.0
         self.num_decisions = 0
         self.rounds = 1.0
+        self.guessed = True
         self.next_step = 0
         self.stride = _STRIDE
         self._model = model
@@ -95,10 +101,15 @@ class Decisions:
         self.plain_known = self._model.times_measured(n, n, context, sampled) >= 3
         options, rate = choose(groups, prices, self._model)
         self.rate_gain = rate * plain / n
-        interval = max(round(settings.idle_interval / self.rounds), settings.interval)
+        quick = min(max(_QUICK / plain, 1.0), _MOST_QUICK)
+        usual = max(settings.interval, _CHOICE_SECONDS / plain) / self.rounds
+        usual = max(min(round(usual), round(settings.interval * quick)), 1)
+        interval = max(round(settings.idle_interval / self.rounds), min(settings.interval, usual))
+        self.guessed = False
         for (group, members), option in zip(groups, options, strict=True):
             trial = self._on_trial(group)
             if trial:
+                self.guessed = True
                 interval = min(interval, settings.warm_interval)
             else:
                 self._carry_out(group, members, option)
@@ -110,10 +121,10 @@ class Decisions:
             # What was chosen by a guess is looked at again when it was measured, and not before.
             rows = round(n + sum(option.rows for option in options))
             guessed = self._model.times_measured(n, rows, context, sampled) < 3
+            self.guessed = self.guessed or guessed
             early = guessed or step < settings.warm_steps
-            quick = min(max(_QUICK / plain, 1.0), _MOST_QUICK)
-            self.stride = round(_STRIDE * quick)
-            interval = min(interval, settings.warm_interval if early else round(settings.interval * quick))
+            self.stride = max(min(round(_STRIDE * quick), usual // _SAMPLES), 1)
+            interval = min(interval, settings.warm_interval if early else usual)
             if step < settings.first_steps and not guessed:
                 interval = 1
         elif step < settings.first_steps:

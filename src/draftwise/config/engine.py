@@ -80,7 +80,7 @@ class EngineConfig:
     rounds_per_step: int | None = option(
         None,
         to.integer(1, 64),
-        "rounds of decoding in a step, at most, if they take 16 ms together, or 100 ms where nobody reads before the end "
+        "rounds of decoding in a step, at most, if they take 16 ms together, 100 ms where nobody reads before the end "
         "(32 on CPU)",
     )
     block_size: int = option(16, to.integer(1, 1024), "tokens per block of the K/V cache")

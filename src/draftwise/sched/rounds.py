@@ -18,9 +18,9 @@ Who comes meanwhile waits for the round that is computed, not for the others (`E
 UNREAD_SECONDS = 0.1
 """The same where nobody reads what comes before the requests have ended, as in `LLM.generate`. It is the longest that
 Ctrl-C waits there."""
-_WATCHED_ROUNDS = 8
-"""The most where a stop string may end a request: the text is only looked at behind a step, and what comes behind the
-stop string is computed for nothing."""
+_FEW_ROUNDS = 8
+"""The most while control learns, and where a stop string may end a request: the text is only looked at behind a step,
+and what comes behind the stop string is computed for nothing."""
 
 
 class RoundRoom:
@@ -58,8 +58,8 @@ class RoundRoom:
         if self._most < 2 or not seconds:
             return 1, None
         most = min(self._most, int(step_seconds(members) / seconds))
-        if members.watched:
-            most = min(most, _WATCHED_ROUNDS)
+        if members.watched or not controller.settled:
+            most = min(most, _FEW_ROUNDS, int(ROUND_SECONDS / seconds))
         if most < 2:
             return 1, None
         rounds, cuts = controller.rounds(shares.rids, most)
