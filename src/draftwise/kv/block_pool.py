@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 
@@ -76,22 +76,30 @@ class BlockPool:
 
         ``tables``: the block table of everyone who holds blocks.
         """
-        expected = [0] * self.num_blocks
+        held: Counter[int] = Counter()
         for table in tables:
             seen: set[int] = set()
             for block in table:
                 assert 0 <= block < self.num_blocks, f"block {block} in a table does not exist"
                 assert block not in seen, f"block {block} stands twice in one table"
                 seen.add(block)
-                expected[block] += 1
-        for block, (have, want) in enumerate(zip(self.ref_counts, expected, strict=True)):
-            assert have == want, f"block {block} has {have} references but stands in {want} tables"
-        blank = set(self._blank)
+            held.update(seen)
+        counts, blank, retained = self.ref_counts, set(self._blank), self._retained.keys()
+        # Of many thousands of blocks only those that are held are looked at one by one, unless something is wrong.
+        counted = self.num_blocks - counts.count(0)
+        if counted != len(held) or any(counts[block] != want for block, want in held.items()):
+            for block, have in enumerate(counts):
+                assert have == held[block], (
+                    f"block {block} has {have} references but stands in {held[block]} tables"
+                )
         assert len(blank) == len(self._blank), "a block stands twice in the free list"
-        both = blank & self._retained.keys()
+        both = blank & retained
         assert not both, f"blocks {sorted(both)} are both blank and retained"
-        for block in range(self.num_blocks):
-            free = block in blank or block in self._retained
-            assert free == (expected[block] == 0), (
-                f"block {block} is {'free but held' if free else 'neither free nor held: leaked'}"
-            )
+        some = blank.isdisjoint(held) and retained.isdisjoint(held)
+        if not some or len(blank) + len(retained) + len(held) != self.num_blocks:
+            for block in range(self.num_blocks):
+                free = block in blank or block in retained
+                assert free == (held[block] == 0), (
+                    f"block {block} is {'free but held' if free else 'neither free nor held: leaked'}"
+                )
+            raise AssertionError("a free block does not exist")
