@@ -353,6 +353,26 @@ def test_steps_are_long_where_nobody_reads_meanwhile() -> None:
     assert planned(stopped, at_once=True) == {sched_rounds.ROUND_SECONDS}
 
 
+def test_steps_are_short_while_control_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_or_skip()
+    without_hurry(monkeypatch)
+    with LLM(speculative_config={"method": "ngram"}) as llm:
+        assert llm._engine is not None
+        core, seen = llm._engine.core, []
+        execute = core.executor.execute
+
+        def executed(plan: StepPlan) -> StepResult:
+            seen.append((core.scheduler._controller.settled, plan.rounds))
+            return execute(plan)
+
+        monkeypatch.setattr(core.executor, "execute", executed)
+        params = SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True)
+        while len(seen) < 100:
+            llm.generate(PROMPTS[0], params, use_tqdm=False)
+    assert max(rounds for settled, rounds in seen if not settled) == 8
+    assert max(rounds for settled, rounds in seen if settled) == 32
+
+
 def test_where_there_are_none() -> None:
     with pytest.raises(ConfigError, match=r"rounds_per_step: only native code"):
         LLM(rounds_per_step=4, async_scheduling=True)

@@ -105,6 +105,45 @@ def test_a_choice_that_nobody_drafts_stands_for_rounds() -> None:
     assert waits == [256, 32]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rounds", "steps"), [(0.025, 1.0, 16), (0.01, 10.0, 2), (0.005, 40.0, 1)]
+)
+def test_a_choice_stands_for_a_time_where_steps_are_long(seconds: float, rounds: float, steps: int) -> None:
+    """0.2 seconds, but for 16 rounds: with 40 rounds of 5 ms sixteen steps would be more than three seconds."""
+    world = World(
+        lambda requests, rows: 1000 * seconds * (1 + 0.01 * rows),
+        lambda method, requests, nodes: 0.1 * nodes,
+        lambda rid, method, position, time: 0.9,
+    )
+    controller = AdaptiveController()
+    simulation = Simulation(world, controller)
+    simulation.add(1, method="model", k=4)
+    simulation.run(200)
+    decisions = controller._decisions
+    assert all(group.cap for group in controller._groups)
+    decisions.rounds = rounds
+    decisions.decide(controller._step)
+    assert decisions.next_step - controller._step == steps
+    assert decisions.stride == (3 if steps == 16 else 1)
+
+
+def test_steps_are_long_once_control_has_learned() -> None:
+    """Not while a choice rests on guesses, nor on trial."""
+    controller = AdaptiveController()
+    assert controller.settled, "nobody drafts"
+    simulation = Simulation(hopeless(), controller)
+    simulation.add(1, method="model", k=4)
+    settled = []
+    for _ in range(100):
+        simulation.run(1)
+        settled.append(controller.settled)
+    assert not any(settled[: controller.settings.warm_steps]) and settled[-1]
+    drafter = drafter_of(controller, next(iter(controller._drafters)))
+    drafter.group.cap, drafter.group.num_steps, drafter.group.num_drafts = None, 0, 0  # as if it were new
+    controller._decisions.decide(controller._step)
+    assert not controller.settled
+
+
 def test_a_plain_step_to_learn_from_has_as_many_rounds_as_others() -> None:
     """Behind one that verifies what waits. The first round of a step meets cold caches: a plain step of one round took
     twice what a round of plain decoding takes, and a draft model was kept at 0.9 of its speed."""
