@@ -10,6 +10,7 @@ from draftwise.adapt.choice import Drafter, Prices
 from draftwise.adapt.controller import StepShape
 from draftwise.adapt.explore import Explorer
 from draftwise.adapt.performance import PerformanceModel
+from draftwise.adapt.roster import Planned
 from draftwise.types import RowResult, Speculation, StepResult
 
 MOST = 8
@@ -156,6 +157,42 @@ def test_a_plain_step_to_learn_from_has_as_many_rounds_as_others() -> None:
         assert planned(controller, waiting=4) == (1, [0])
         drafter_of(controller, 1).waiting = 0
         assert planned(controller) == (rounds, [0])
+
+
+def test_a_pause_is_no_longer_than_can_be_paid() -> None:
+    """Where 32 rounds are usual, a plain step of so many costs more than may ever be saved up, and what is believed of
+    plain decoding would never be looked at again."""
+    controller = AdaptiveController(evident=["look-up"])
+    planned(controller)
+    explorer = controller._explorer
+    explorer.rounds, explorer._pause_until = 32.0, controller._step + 3
+    drafter_of(controller, 1).waiting = 0
+    controller.begin(1)
+    controller.wishes([1], [LOOK_UP], [0], 1)
+    assert controller.rounds([1], 32)[0] == 8
+    prices = Prices(1, 100, False, 0.001, 500, False)
+    for _ in range(9):
+        controller.model.observe_target(StepShape(1, 1, 0, 100), 0.001)
+    explorer._funds = explorer._most_steps * prices.plain
+    explorer.saw_plain(1)
+    explorer.begin(5000)
+    explorer.look(prices, 2.0, True, list)
+    assert explorer.pausing
+
+
+@pytest.mark.parametrize(
+    ("rounds", "seconds", "of_one"), [(1, 0.7, 0.475), (2, 1.1, 0.475), (4, 1.9, 0.475), (4, 1.6, 0.4)]
+)
+def test_what_rounds_share_is_shared_by_as_many_as_there_may_be(
+    rounds: int, seconds: float, of_one: float
+) -> None:
+    """0.3 ms of planning, and 0.4 for each round; the last: nobody said what the rounds took."""
+    controller = AdaptiveController()
+    times = controller._rounds
+    times._several = True
+    took = 0.0 if rounds == 4 and seconds == 1.6 else 0.4 * rounds
+    result = StepResult(0, [], earlier=([],) * (rounds - 1), forward_time=took)
+    assert times.of_one(result, Planned(5, most_rounds=4), seconds) == pytest.approx(of_one)
 
 
 def test_a_pause_lasts_two_steps_where_steps_have_several_rounds() -> None:

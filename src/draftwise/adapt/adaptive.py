@@ -10,7 +10,7 @@ from draftwise.adapt.choice import Drafter, Group, Prices
 from draftwise.adapt.controller import Controller, ControlStats, GroupControl, StepShape, Tables
 from draftwise.adapt.decisions import Decisions
 from draftwise.adapt.drafting_time import DraftingTime
-from draftwise.adapt.explore import Explorer
+from draftwise.adapt.explore import PAUSE_ROUNDS, Explorer
 from draftwise.adapt.following import Following
 from draftwise.adapt.ledger import Ledger
 from draftwise.adapt.outcomes import outcomes
@@ -203,8 +203,10 @@ class AdaptiveController(Controller):
             return most, None
         if self._explorer.deep is not None:
             return 1, None
-        if self._explorer.pausing and not (self._explorer.several and self._nothing_waits(rids)):
-            return 1, None
+        if self._explorer.pausing:
+            if not (self._explorer.several and self._nothing_waits(rids)):
+                return 1, None
+            most = min(most, PAUSE_ROUNDS)
         if not planned.drafting and self._nothing_waits(rids):
             return most, None
         if any(lag for _, _, lag in planned.drafting.values()):

@@ -21,6 +21,8 @@ _HOPELESS = 4.0
 _LEAST_REMAINING = 16
 """A request that ends before so many tokens is not probed: it would catch up on all of its tokens for one draft or two.
 """
+PAUSE_ROUNDS = 8
+"""The most of the plain step of a pause: of more, it would cost more than can be saved up, and never be made."""
 _SURE = 9
 """Samples of a plain step that are enough."""
 
@@ -163,7 +165,7 @@ class Explorer:
         seen = self._plain_seen.get(class_of_batch(prices.requests))
         steps = rounds = self.pause_steps
         if self.several:
-            steps, rounds = 2, 1 + max(round(self.rounds), 1)
+            steps, rounds = 2, 1 + min(round(self.rounds), PAUSE_ROUNDS)
         cost = rounds * prices.plain * (1 - 1 / rate_gain)
         # Never measured at this size, and every comparison rests on it; and the first few samples are on the house.
         # Where none comes of it, since all steps have prompts in them, it is tried again after 16, 32, ... rounds.

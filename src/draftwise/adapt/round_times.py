@@ -28,17 +28,18 @@ class RoundTimes:
     def of_one(self, result: StepResult, planned: Planned, seconds: float) -> float:
         """What a round of the step took, of ``seconds``.
 
-        Planning and the like are shared by all rounds of a step. A step that had one where others have several, such
-        as a plain one to learn from, took more of it than what it stands for would: that is taken off.
+        Planning and the like are shared by all rounds of a step. A step that had fewer than others, such as a plain
+        one to learn from, or one in which a request ended, took more of it than what it stands for would: that is
+        taken off.
         Example: a step of 0.7 ms, 0.3 of them for what is shared, where four rounds are usual: 0.475 ms.
         """
         rounds, most = result.num_rounds, planned.most_rounds
         if rounds > 1 or most == 1:
             self._several = rounds > 1
-            return seconds / rounds
-        if planned.drafting and not self._explorer.pausing:
+        elif planned.drafting and not self._explorer.pausing:
             self._several = False
         if not self._several:
-            return seconds
+            return seconds / rounds
         own = result.forward_time + result.verify_time + result.draft_time
-        return seconds - max(seconds - own, 0.0) * (1 - 1 / most)
+        shared = max(seconds - own, 0.0) if own else 0.0
+        return (seconds - shared) / rounds + shared / most
