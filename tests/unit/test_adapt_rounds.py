@@ -143,6 +143,8 @@ def test_steps_are_long_once_control_has_learned() -> None:
     drafter.group.cap, drafter.group.num_steps, drafter.group.num_drafts = None, 0, 0  # as if it were new
     controller._decisions.decide(controller._step)
     assert not controller.settled
+    controller._ledger.suspended = True
+    assert controller.settled, "nothing is drafted, whatever is chosen"
 
 
 def test_a_plain_step_to_learn_from_has_as_many_rounds_as_others() -> None:

@@ -78,7 +78,9 @@ class AdaptiveController(Controller):
 
     @property
     def settled(self) -> bool:
-        return not self._groups or (self._step > self.settings.warm_steps and not self._decisions.guessed)
+        if not self._groups or self._ledger.suspended:  # nobody drafts
+            return True
+        return self._step > self.settings.warm_steps and not self._decisions.guessed
 
     def begin(self, batch_size: int) -> Planned:
         self._step += 1
