@@ -205,11 +205,10 @@ class AdaptiveController(Controller):
             return most, None
         if self._explorer.deep is not None:
             return 1, None
+        plain = not planned.drafting and self._nothing_waits(rids)
         if self._explorer.pausing:
-            if not (self._explorer.several and self._nothing_waits(rids)):
-                return 1, None
-            most = min(most, PAUSE_ROUNDS)
-        if not planned.drafting and self._nothing_waits(rids):
+            return min(most, PAUSE_ROUNDS) if plain and self._explorer.several else 1, None
+        if plain:
             return most, None
         if any(lag for _, _, lag in planned.drafting.values()):
             return 1, None  # the first of them takes longer

@@ -157,7 +157,7 @@ def _cut_table(evident: bool, trees: bool, cuts: tuple[tuple[int, int], ...]) ->
 
 
 def _up_to(limit: int | None) -> bytes:
-    """uint8 [64]: 0, 1, ..., ``limit``, and that again and again."""
+    """uint8 [64] of so many nodes how many are verified. ``limit`` 2: 0, 1, 2, 2, 2, ...; None: all of them."""
     return _SIZES if limit is None else _SIZES[:limit] + bytes([limit]) * (len(_SIZES) - limit)
 
 

@@ -18,7 +18,7 @@ for a small model, and more of its steps."""
 _CHOICE_SECONDS = 0.2
 """A choice stands for about so long where steps have several rounds, but for `AdaptiveSettings.interval` rounds."""
 _SAMPLES = 5
-"""Drafting steps that are taken in between two choices, at least."""
+"""Drafting steps that are taken in between two choices, if there are so many."""
 _HOPELESS_DRAFTS = 8
 _HOPELESS_ACCEPTED = 0.3
 """So many proposals of which less than so many drafts were accepted on average end a trial before its time."""

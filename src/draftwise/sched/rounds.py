@@ -16,8 +16,8 @@ ROUND_SECONDS = 0.016
 """Steps of several rounds take about so long at most, a screen's picture: nobody sees that text comes in pieces of it.
 Who comes meanwhile waits for the round that is computed, not for the others (`Executor.hurry`)."""
 UNREAD_SECONDS = 0.1
-"""The same where nobody reads what comes before the requests have ended, as in `LLM.generate`. It is the longest that
-Ctrl-C waits there."""
+"""The same where nobody reads what comes before the requests have ended, as in `LLM.generate`. Ctrl-C waits so long
+there, or for one round."""
 _FEW_ROUNDS = 8
 """The most while control learns, and where a stop string may end a request: the text is only looked at behind a step,
 and what comes behind the stop string is computed for nothing."""

@@ -165,7 +165,7 @@ class Scheduler:
         self._draft_room.divide(shares, left, self._controller, self._batch_size)
         self._controller.grant(shares.rids, shares.budgets)
         rounds, cuts = 1, None
-        # Where all places are taken, who waits does so until a request ends, and rounds end with that.
+        # Where all places are taken, nobody enters before a request ends, and that ends the rounds, too.
         hurried = waiting and places > 0
         if members is not None and self._books is not None and not hurried and not shares.reading:
             plain = self._newest.plain = not (any(shares.budgets) or any(shares.num_draft))
