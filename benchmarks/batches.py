@@ -121,7 +121,7 @@ def main() -> None:
         parser.error(f"--calls: at least {LEARNING + 2}, of which {LEARNING} are shown apart")
     checkouts = [HERE] if args.against is None else [HERE, args.against.resolve()]
 
-    print("what                      requests  temperature  tokens/s  first calls  median  quartiles")
+    print("what                         requests  temperature  tokens/s  first calls  median  quartiles")
     for method in args.methods.split(","):
         for requests in map(int, args.requests):
             kinds = [(checkout, m) for checkout in checkouts for m in (PLAIN, method)]
@@ -141,7 +141,7 @@ def main() -> None:
                 ) -> None:
                     rate = sizes[0] * args.tokens / statistics.median(quick[LEARNING:])
                     print(
-                        f"{what:25} {sizes[0]:8} {sizes[1]:12g} {rate:9.0f} {ratios(slow, quick)}", flush=True
+                        f"{what:28} {sizes[0]:8} {sizes[1]:12g} {rate:9.0f} {ratios(slow, quick)}", flush=True
                     )
 
                 show(f"{method} / plain", times[HERE, PLAIN], times[HERE, method])
