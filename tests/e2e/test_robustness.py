@@ -25,6 +25,7 @@ from draftwise import (
 from draftwise.engine.group import RequestGroup
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.outputs import CompletionOutput
+from draftwise.engine.progress import RequestProgress
 from draftwise.kv.manager import KVManager
 from draftwise.propose.base import DraftRow, Proposer
 from draftwise.runner.local import LocalExecutor
@@ -246,6 +247,23 @@ def test_interrupted_generation_leaves_a_usable_engine(make_llm: Callable[..., L
     llm.check_integrity()
     assert llm.stats().num_used_blocks == 0
     assert token_ids(llm.generate(prompts, GREEDY)) == wanted
+
+
+def test_a_bar_counts_no_requests_of_a_call_that_was_broken_off(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm()
+    prompts = random_prompts(5, seed=3)
+
+    def interrupt(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, GREEDY.replace(logits_processors=[interrupt]), use_tqdm=False)
+    seen: list[tuple[int, bool]] = []
+    monkeypatch.setattr(RequestProgress, "update", lambda self, *said: seen.append(said))
+    llm.generate(prompts[:2], GREEDY, use_tqdm=True)
+    assert sum(finished for _, finished in seen) == 2
 
 
 @pytest.mark.parametrize("times", [1, 3])

@@ -122,6 +122,8 @@ class LLM(OwnSteps, Absent):
                     # Nothing is under way afterwards: a process may fork then.
                     while open_rids or engine.core.in_flight:
                         for update in engine.core.step():
+                            if update.request.rid not in open_rids:
+                                continue  # it ended with an earlier call that was broken off
                             if update.finished:
                                 open_rids.discard(update.request.rid)
                             if progress is not None:
