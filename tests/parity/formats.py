@@ -51,6 +51,7 @@ CHECKPOINTS = {
     "AWQ": "awq", "GPTQ": "gptq", "GPTQ act-order": "gptq desc_act", "GPTQ 8": "gptq 8 bits",
     "w4a16": "w4a16 with zeros", "w8a16": "w8a16", "w8a8": "w8a8", "fp8 blocks": "fp8 blocks", "fp8": "fp8",
     "fp8 tensor": "fp8 tensor", "nf4": "nf4 nested", "bnb 8": "bnb 8",
+    "NVFP4": "modelopt nvfp4", "MXFP4": "mxfp4",
 }  # fmt: skip
 """Columns of the table, and their names in `CASES`."""
 ROUNDED = ("int8", "int4")

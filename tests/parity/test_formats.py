@@ -25,7 +25,7 @@ from tests.parity.formats import (
 _SAMPLE = {
     ("granite", "w4a16"), ("gpt2", "GPTQ"), ("gpt_neox", "AWQ"), ("glm4", "w8a8"), ("bloom", "GPTQ 8"),
     ("qwen3_moe", "GPTQ 8"), ("granitemoe", "w8a16"), ("stablelm", "fp8 blocks"), ("starcoder2", "GPTQ act-order"),
-    ("gpt2", "nf4"), ("cohere", "bnb 8"),
+    ("gpt2", "nf4"), ("cohere", "bnb 8"), ("qwen2_moe", "NVFP4"), ("phi", "MXFP4"),
 }  # fmt: skip
 _FLOATS = ("GPTQ act-order", "fp8 blocks", "fp8", "fp8 tensor")
 _EXPERTS = frozenset(

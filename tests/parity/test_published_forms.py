@@ -15,10 +15,10 @@ from torch import Tensor
 from draftwise.errors import ModelLoadError
 from draftwise.kv.storage import KVStorage
 from draftwise.models import gpt_oss
-from draftwise.models.gpt_oss import mxfp4_codes
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_config, load_model
 from draftwise.models.rope import RopeConfig
+from draftwise.quantization.fp4 import mxfp4_codes
 from tests.fakes.architectures import save, small
 from tests.native import native_or_skip
 from tests.parity.helpers import Driver, MakeModel, expected_logits, load, tokens_of

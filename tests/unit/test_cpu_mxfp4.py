@@ -14,7 +14,7 @@ from draftwise.kernels.cpu.linear import Epilogue, LinearKernels
 from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.quantized import QuantizedOps
-from draftwise.models.gpt_oss import mxfp4_codes
+from draftwise.quantization.fp4 import mxfp4_codes
 from draftwise.quantization.scheme import parse_scheme
 from draftwise.quantization.weights import E2M1, QuantizedWeight, stack_rows
 

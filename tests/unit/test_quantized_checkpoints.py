@@ -22,7 +22,7 @@ from draftwise.kernels.ranks import Part
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
 from draftwise.models.base import DecoderModel
-from draftwise.models.cuts import BY_INPUTS
+from draftwise.models.cuts import BY_INPUTS, Run, Split
 from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.llama import LlamaModel
 from draftwise.models.loader import load_model
@@ -280,6 +280,71 @@ def bnb_8(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[s
     return tensors, codes * (largest / 127)[:, None]
 
 
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1 = torch.cat((_E2M1, -_E2M1))
+
+
+def fp_4(kind: str, codes_name: str, whole_name: str | None = None) -> Writer:
+    """Floats of four bits, the first of two in a byte below: in groups of 32 with an exponent, or of 16 with a number
+    of fp8 and a float for the layer, by which compressed-tensors divides."""
+
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        codes = torch.randint(0, 16, (outputs, inputs), generator=generator)
+        tensors = {codes_name: (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)}
+        group = 32 if kind == "mxfp4" else 16
+        if kind == "mxfp4":
+            exponents = torch.randint(119, 123, (outputs, inputs // group), generator=generator)
+            tensors[".weight_scale"] = exponents.to(torch.uint8)
+            scales = 2.0 ** (exponents - 127)
+        else:
+            assert whole_name is not None
+            of_groups = torch.rand(outputs, inputs // group, generator=generator) * 400 + 40
+            of_groups = of_groups.to(torch.float8_e4m3fn)
+            divides = whole_name == ".weight_global_scale"
+            whole = torch.rand((), generator=generator) * 0.0001 + 0.0001
+            whole = 1 / whole if divides else whole
+            tensors |= {".weight_scale": of_groups, whole_name: whole.view(1) if divides else whole}
+            tensors[".input_global_scale" if divides else ".input_scale"] = torch.ones(1)
+            scales = of_groups.float() / whole if divides else of_groups.float() * whole
+        return tensors, _E2M1[codes] * scales.repeat_interleave(group, 1)
+
+    return write
+
+
+def mxfp_8(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes = (torch.randn(outputs, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    exponents = torch.randint(114, 117, (outputs, inputs // 32), generator=generator)
+    tensors = {".weight": codes, ".weight_scale": exponents.to(torch.uint8)}
+    return tensors, codes.float() * (2.0 ** (exponents - 127)).repeat_interleave(32, 1)
+
+
+def fp_8_flat(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    """Scales [out], and those of keys and values that nobody reads."""
+    tensors, weight = fp_8(outputs, inputs, generator)
+    return {**tensors, ".weight_scale": tensors[".weight_scale"].view(-1)}, weight
+
+
+def fp_8_spread(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    """Blocks of 128 x 128, whose scales have two dimensions more."""
+    codes = (torch.randn(outputs, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale = torch.rand(1, 1, 1, 1, generator=generator) * 0.0004 + 0.0004
+    return {".weight": codes, ".weight_scale": scale}, codes.float() * scale.view(())
+
+
+def fp_8_cached(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    """One scale, and beside k and v those of a cache that nobody reads."""
+    tensors, weight = fp8_tensor(())(outputs, inputs, generator)
+    if outputs == KV:
+        tensors |= {".k_scale": torch.ones(()), ".output_scale": torch.ones(())}
+    return tensors, weight
+
+
+def mixed(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    """Layers over 96 inputs (down) in fp8, the others in NVFP4."""
+    writer = fp8_tensor(()) if inputs == INNER else fp_4("nvfp4", ".weight", ".weight_scale_2")
+    return writer(outputs, inputs, generator)
+
+
 def two_forms(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
     """Layers over 96 inputs (down) in eight bits, the others in four."""
     return packed_8(outputs, inputs, generator) if inputs == INNER else packed_4(outputs, inputs, generator)
@@ -293,6 +358,17 @@ def tensors_config(layout: str, rows: dict[str, Any] | None = None, **weights: A
         "format": layout,
         "config_groups": {"group_0": scheme},
         "ignore": ["lm_head"],
+    }
+
+
+def quark_config(**weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weights, "input_tensors": {"dtype": "fp8_e4m3"}},
+        "layer_quant_config": {"*k_proj": {"weight": weights, "output_tensors": {"dtype": "fp8_e4m3"}}},
+        "layer_type_quant_config": {},
+        "exclude": ["lm_head"],
+        "export": {"kv_cache_group": ["*k_proj"], "pack_method": "reorder"},
     }
 
 
@@ -380,6 +456,47 @@ CASES: dict[str, tuple[Writer, dict[str, Any]]] = {
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     ),
     "bnb 8": (bnb_8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "nvfp4": (
+        fp_4("nvfp4", ".weight_packed", ".weight_global_scale"),
+        tensors_config("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16),
+    ),
+    "mxfp4": (fp_4("mxfp4", ".weight_packed"), tensors_config("mxfp4-pack-quantized", type="float")),
+    "mxfp8": (mxfp_8, tensors_config("mxfp8-quantized", type="float", num_bits=8)),
+    "modelopt nvfp4": (
+        fp_4("nvfp4", ".weight", ".weight_scale_2"),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    ),
+    "modelopt fp8": (
+        fp_8_cached,
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "fp8",
+            "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+        },
+    ),
+    "modelopt fp8 by output": (
+        fp_8_flat,
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    ),
+    "modelopt fp8 blocks": (fp_8_spread, {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}),
+    "modelopt mxfp8": (mxfp_8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
+    "modelopt mixed": (
+        mixed,
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.mlp.down_proj": {"quant_algo": "FP8"},
+                "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+            },
+        },
+    ),
+    "quark fp8": (fp_8_cached, quark_config(dtype="fp8_e4m3", qscheme="per_tensor")),
+    "quark fp8 by output": (fp_8_flat, quark_config(dtype="fp8_e4m3", qscheme="per_channel")),
+    "quark mxfp4": (
+        fp_4("mxfp4", ".weight"),
+        quark_config(dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"),
+    ),
     "fp8": (
         fp_8,
         tensors_config("float-quantized", FP8_ROWS, type="float", num_bits=8, strategy="channel"),
@@ -479,6 +596,20 @@ def test_native_kernels_run_it_and_agree(tmp_path: Path, name: str) -> None:
         (tensors_config("pack-quantized", group_size=None), "not understood"),
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": 3}}, "not understood"),
         ("gptq", "not an object"),
+        (tensors_config("nvfp4-pack-quantized", type="float"), "type float with 4 bits by group of 32"),
+        (tensors_config("mxfp4-pack-quantized", type="float", symmetric=False), "zero points"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ'"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "without quantized_layers"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "MXFP8"}},
+            },
+            "in one model",
+        ),
+        (quark_config(dtype="int4", qscheme="per_group"), "type int4 with per_group"),
+        ({"quant_method": "quark"}, "without quantised weights"),
     ],
 )
 def test_what_is_not_supported_is_named(description: Any, part: str) -> None:
@@ -524,8 +655,12 @@ def test_errors_of_a_folder_name_it(tmp_path: Path) -> None:
         load_model(quantized, dtype=torch.bfloat16, device=CPU, ops=TorchOps(torch.bfloat16, CPU))
 
 
-def _logits_of(model: DecoderModel) -> Tensor:
-    kv = KVStorage(model.kv_layout(), 8, 4, torch.bfloat16, CPU)
+def _logits_in_floats(model: DecoderModel) -> Tensor:
+    return _logits_of(model, torch.float32)
+
+
+def _logits_of(model: DecoderModel, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    kv = KVStorage(model.kv_layout(), 8, 4, dtype, CPU)
     table = torch.arange(8, dtype=torch.int32).numpy()
     with torch.inference_mode():
         return model.forward_logits(build_step_input([RowInput([3, 9, 1, 7, 5], 0, table)], 4, CPU), kv)[1]
@@ -569,8 +704,12 @@ def as_general(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["awq", "awq gemv", "gptq desc_act", "w4a16 with zeros", "w8a8", "fp8 blocks", "two forms"]
-)
+    "name",
+    [
+        "awq", "awq gemv", "gptq desc_act", "w4a16 with zeros", "w8a8", "fp8 blocks", "two forms", "nvfp4", "mxfp4",
+        "modelopt mixed", "modelopt fp8",
+    ],
+)  # fmt: skip
 def test_models_of_transformers_take_the_same_numbers(tmp_path: Path, name: str) -> None:
     quantized, plain = (as_general(folder) for folder in write(tmp_path, name))
     ops = TorchOps(torch.float32, CPU)
@@ -689,3 +828,98 @@ def test_layers_of_bitsandbytes_keep_their_codes_or_are_rounded(tmp_path: Path) 
     assert kept.weight_bytes() < rounded.weight_bytes() < floats.weight_bytes()
     with pytest.raises(ConfigError, match="fp8"):
         load_model(quantized, **options, quantization="fp8")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt nvfp4", "mxfp4"])
+def test_floats_of_four_bits_keep_their_codes_or_are_rounded(tmp_path: Path, name: str) -> None:
+    native_or_skip()
+    quantized, plain = write(tmp_path, name)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": CPU}
+    kept, floats = load_model(quantized, **options), load_model(plain, **options)
+    rounded = load_model(quantized, **options, quantization="int8")
+    assert kept.weight_bytes() < rounded.weight_bytes() < floats.weight_bytes()
+    logits = [_logits_of(model) for model in (kept, floats)]
+    # scales of NVFP4 have eleven digits in the kernel, numbers of bfloat16 eight
+    assert float((logits[0] - logits[1]).abs().max()) < 0.02 * float(logits[1].abs().max())
+    with pytest.raises(ConfigError, match="fp8"):
+        load_model(quantized, **options, quantization="fp8")
+
+
+def test_a_form_that_is_said_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """ModelOpt's older folders: config.json says nothing."""
+    quantized, plain = write(tmp_path, "modelopt nvfp4")
+    ops = TorchOps(torch.float32, CPU)
+    config = json.loads((quantized / "config.json").read_text())
+    form = config.pop("quantization_config")
+    (quantized / "config.json").write_text(json.dumps(config))
+    beside = quantized / "hf_quant_config.json"
+    options: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "ops": ops}
+    beside.write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": form["quant_algo"]}})
+    )
+    eye = torch.eye(HIDDEN)
+    found, wanted = (
+        ops.linear(eye, load_model(folder, **options)._layers[0].o)  # type: ignore[attr-defined]
+        for folder in (quantized, plain)
+    )
+    assert torch.equal(found, wanted)
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}}))
+    with pytest.raises(ModelLoadError, match=r"hf_quant_config\.json has no object named quantization"):
+        load_model(quantized, **options)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ],
+)
+def test_scales_of_keys_and_values_alone(
+    tmp_path: Path, form: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A float checkpoint with scales for a cache of fp8 is the float checkpoint, and says so."""
+    _, plain = write(tmp_path, "mxfp8")
+    config = json.loads((plain / "config.json").read_text())
+    ops = TorchOps(torch.float32, CPU)
+    wanted = _logits_in_floats(load_model(plain, dtype=torch.float32, device=CPU, ops=ops))
+    tensors = load_file(plain / "model.safetensors")
+    for i in range(CONFIG["num_hidden_layers"]):
+        for name in ("k_scale", "v_scale", "k_proj.output_scale"):
+            tensors[f"model.layers.{i}.self_attn.{name}"] = torch.full((2, 1, 1), 0.5)
+    save_file(tensors, plain / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="does not have"):
+        load_model(plain, dtype=torch.float32, device=CPU, ops=ops)
+    (plain / "config.json").write_text(json.dumps({**config, "quantization_config": form}))
+    with caplog.at_level("INFO", "draftwise"):
+        model = load_model(plain, dtype=torch.float32, device=CPU, ops=ops)
+    assert torch.equal(_logits_in_floats(model), wanted)
+    assert sum("kv_cache_dtype fp8 or int8" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "modelopt nvfp4", "mxfp4", "modelopt fp8 by output", "modelopt mxfp8"]
+)
+def test_ranks_read_their_parts(name: str) -> None:
+    layout = parse_checkpoint_format(CASES[name][1])
+    whole = CASES[name][0](8, 128, torch.Generator().manual_seed(3))
+    names = {f"o{suffix}" for suffix in whole[0]}
+    for split in (BY_INPUTS, Split(((Run(4),),))):
+        parts = []
+        for rank in range(2):
+            plan = WeightPlan(torch.float32, CPU, layout, names, Part(rank, 2))
+            outputs, inputs = (8, 64) if split is BY_INPUTS else (4, 128)
+            linear = plan.linear([("o.weight", outputs)], inputs, split)
+            assert not isinstance(linear, Tensor)
+
+            def read(targets: Any, plan: WeightPlan = plan) -> None:
+                for target, dest in targets.items():
+                    value = whole[0][target.removeprefix("o")]
+                    cut = plan.cuts.get(target)
+                    if cut is not None:
+                        value = value[tuple(slice(*ranges[0]) for ranges in cut.ranges)]
+                    dest.copy_(value.view(dest.shape))
+
+            plan.fill_with(read)
+            parts.append(linear.weight().dequantize())
+        assert torch.equal(torch.cat(parts, 1 if split is BY_INPUTS else 0), whole[1])

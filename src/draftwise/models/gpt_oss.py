@@ -32,32 +32,14 @@ from draftwise.models.mlp import ExpertNames, ExpertsConfig, SparseMlp, SparseWe
 from draftwise.models.rope import parse_rope
 from draftwise.models.sparse import count_of_experts
 from draftwise.models.weights import WeightPlan
-from draftwise.quantization.weights import E2M1, QuantizedWeight
+from draftwise.quantization.fp4 import mxfp4_codes
+from draftwise.quantization.weights import QuantizedWeight
 
 logger = logging.getLogger("draftwise")
 
 _BLOCK = 32  # numbers that share a power of two
 _EXPERTS = "model.layers.{i}.mlp.experts."
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-
-
-def mxfp4_codes(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
-    """MXFP4 as it is kept.
-
-    Args:
-        blocks: [out, B, 16] uint8: two numbers in a byte, the first one in its lower half.
-        scales: [out, B] uint8: exponents of two, plus 127.
-
-    Example: the byte 0xB2 with the scale 128 is 1.0 * 2, -1.5 * 2: codes 2 and 11, scale 2.
-    """
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [out, B, 32]
-    # of a block of zeros the scale says nothing, and may be anything
-    empty = ((codes & 7) == 0).all(-1)
-    powers = torch.ldexp(
-        torch.ones(scales.shape, dtype=torch.float32, device=scales.device), scales.int() - 127
-    )
-    powers = torch.where(empty, powers.amax(), powers)
-    return QuantizedWeight(4, codes.flatten(1), powers, group=_BLOCK, levels=E2M1)
 
 
 @functools.cache

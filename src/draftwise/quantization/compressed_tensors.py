@@ -107,20 +107,23 @@ class Int8Format(CheckpointFormat):
 @dataclass(frozen=True)
 class Fp8Format(CheckpointFormat):
     """compressed-tensors "float-quantized": fp8 (e4m3) with a scale per output, rows with dynamic scales per token.
+    ModelOpt and Quark write the same, with scales [outputs].
 
     Kernels without products of fp8 take the weights as floats, and the rows as they are.
     """
 
+    column: bool = True  # scales are [outputs, 1]
     dynamic = True
     bits = None
     name = "compressed-tensors fp8"
     marker = ".weight_scale"
+    optional = (".input_scale",)
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
         return {
             ".weight": RawTensor((outputs, inputs), FP8, ("F8_E4M3",)),
-            ".weight_scale": RawTensor((outputs, 1), torch.float32, SCALES),
+            ".weight_scale": RawTensor((outputs, 1) if self.column else (outputs,), torch.float32, SCALES),
         }
 
     def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
-        return QuantizedWeight(8, raw[".weight"], raw[".weight_scale"][:, 0])
+        return QuantizedWeight(8, raw[".weight"], raw[".weight_scale"].view(-1))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwise.quantization.checkpoint import CheckpointFormat, RawTensor
+from draftwise.quantization.fp4 import EXPONENTS, powers
 from draftwise.quantization.weights import FP8, QuantizedWeight
 
 _SCALES = ("F32", "BF16", "F16")
@@ -18,28 +19,39 @@ _SCALES = ("F32", "BF16", "F16")
 @dataclass(frozen=True)
 class Fp8BlockFormat(CheckpointFormat):
     """Blocks of (usually) 128 x 128 weights that share a scale: DeepSeek-V3, Qwen3-FP8 (``weight_scale_inv``, which a
-    weight is multiplied by), compressed-tensors "block" (``weight_scale``)."""
+    weight is multiplied by), compressed-tensors "block" (``weight_scale``), ModelOpt (the same, with two more
+    dimensions of 1). MXFP8: blocks of 1 x 32, whose scales are powers of two, kept as exponents."""
 
     block_outputs: int
     block_inputs: int
     suffix: str  # of the scales
+    spread: bool = False  # they are [blocks of outputs, 1, blocks of inputs, 1]
+    exponents: bool = False
     bits = None
-    name = "fp8 in blocks"
     optional = (".input_scale", ".activation_scale")
+
+    @property
+    def name(self) -> str:
+        return "mxfp8" if self.exponents else "fp8 in blocks"
 
     @property
     def marker(self) -> str:
         return self.suffix
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
-        blocks = (-(-outputs // self.block_outputs), -(-inputs // self.block_inputs))
+        down, across = -(-outputs // self.block_outputs), -(-inputs // self.block_inputs)
+        blocks = (down, 1, across, 1) if self.spread else (down, across)
+        scales = (torch.uint8, EXPONENTS) if self.exponents else (torch.float32, _SCALES)
         return {
             ".weight": RawTensor((outputs, inputs), FP8, ("F8_E4M3",)),
-            self.suffix: RawTensor(blocks, torch.float32, _SCALES),
+            self.suffix: RawTensor(blocks, *scales),
         }
 
     def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
-        scales = raw[self.suffix].repeat_interleave(self.block_outputs, 0)[:outputs]
+        scales = raw[self.suffix].view(-(-outputs // self.block_outputs), -1)
+        if self.exponents:
+            scales = powers(scales)
+        scales = scales.repeat_interleave(self.block_outputs, 0)[:outputs]
         return QuantizedWeight(8, raw[".weight"], scales.contiguous(), None, self.block_inputs)
 
 

@@ -11,7 +11,10 @@ from draftwise.quantization.bitsandbytes import Bnb4Format, BnbInt8Format
 from draftwise.quantization.checkpoint import CheckpointFormat
 from draftwise.quantization.compressed_tensors import Fp8Format, Int8Format, PackedFormat
 from draftwise.quantization.floats import Fp8BlockFormat, Fp8TensorFormat
+from draftwise.quantization.fp4 import Fp4Format
 from draftwise.quantization.grouped import GroupsFormat
+from draftwise.quantization.modelopt import modelopt_form
+from draftwise.quantization.quark import quark_form
 
 
 def parse_checkpoint_format(raw: Any) -> CheckpointFormat:
@@ -42,6 +45,11 @@ def parse_checkpoint_format(raw: Any) -> CheckpointFormat:
         return _hf_fp8(raw)
     if method == "bitsandbytes":
         return _bitsandbytes(raw)
+    if method in ("modelopt", "modelopt_fp4", "modelopt_mixed", "quark"):
+        found = quark_form(raw) if method == "quark" else modelopt_form(raw)
+        if isinstance(found, str):
+            raise _unsupported(method, found)
+        return found
     if method == "compressed-tensors":
         try:
             return _compressed_tensors(raw)
@@ -74,6 +82,8 @@ def _bitsandbytes(raw: Mapping[str, Any]) -> CheckpointFormat:
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> CheckpointFormat:
     groups = raw.get("config_groups")
+    if not groups and raw.get("kv_cache_scheme"):  # nothing but keys and values
+        return GroupsFormat(())
     if not isinstance(groups, Mapping) or not groups:
         raise _unsupported("compressed-tensors", "a configuration without config_groups")
     turns = ((raw.get("transform_config") or {}).get("config_groups") or {}).values()
@@ -94,6 +104,8 @@ def _scheme(raw: Mapping[str, Any], scheme: Mapping[str, Any]) -> CheckpointForm
     method = "compressed-tensors"
     weights, rows = scheme.get("weights") or {}, scheme.get("input_activations")
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+    if kind == "float" and bits == 4:
+        return _fp4(raw, scheme, strategy)
     if kind == "float" and bits == 8:
         return _fp8(raw, scheme, rows or {}, strategy)
     if kind != "int" or bits not in (4, 8):
@@ -117,6 +129,21 @@ def _scheme(raw: Mapping[str, Any], scheme: Mapping[str, Any]) -> CheckpointForm
     raise _unsupported(method, f"{bits}-bit weights by {strategy} in format {layout}")
 
 
+def _fp4(raw: Mapping[str, Any], scheme: Mapping[str, Any], strategy: Any) -> CheckpointFormat:
+    method = "compressed-tensors"
+    weights, layout = scheme["weights"], scheme.get("format") or raw.get("format")
+    found = (layout, strategy, weights.get("group_size"))
+    if not weights.get("symmetric", True):
+        raise _unsupported(method, "floats of four bits with zero points")
+    if found == ("nvfp4-pack-quantized", "tensor_group", 16):
+        return Fp4Format("nvfp4", ".weight_packed", ".weight_global_scale")
+    if found == ("mxfp4-pack-quantized", "group", 32):
+        return Fp4Format("mxfp4", ".weight_packed")
+    raise _unsupported(
+        method, f"weights of type float with 4 bits by {strategy} of {found[2]} in format {layout}"
+    )
+
+
 def _fp8(
     raw: Mapping[str, Any], scheme: Mapping[str, Any], rows: Mapping[str, Any], strategy: Any
 ) -> CheckpointFormat:
@@ -124,7 +151,10 @@ def _fp8(
     layout = scheme.get("format") or raw.get("format")
     if layout == "float-quantized" and strategy == "tensor":
         return Fp8TensorFormat()
-    block = (scheme.get("weights") or {}).get("block_structure")
+    weights = scheme.get("weights") or {}
+    if (layout, strategy, weights.get("group_size")) == ("mxfp8-quantized", "group", 32):
+        return Fp8BlockFormat(1, 32, ".weight_scale", exponents=True)
+    block = weights.get("block_structure")
     if layout == "float-quantized" and strategy == "block" and isinstance(block, list) and len(block) == 2:
         return Fp8BlockFormat(block[0], block[1], ".weight_scale")
     if layout != "float-quantized" or strategy != "channel":
@@ -138,8 +168,8 @@ def _fp8(
 def _unsupported(method: str, what: str) -> ModelLoadError:
     return ModelLoadError(
         f"quantised checkpoint ({method}): {what} is not supported; supported are awq with 4 bits, gptq with 4 and 8, "
-        "fp8 (one scale, or one for each block), bitsandbytes (4 and 8 bits), compressed-tensors w4a16, w8a16 and w8a8 "
-        "(int8 or fp8), and GGUF files"
+        "fp8 (one scale, or one for each block), bitsandbytes (4 and 8 bits), compressed-tensors w4a16, w8a16, w8a8 "
+        "(int8 or fp8), nvfp4, mxfp4 and mxfp8, modelopt (fp8, nvfp4, mxfp8), quark (fp8, mxfp4), and GGUF files"
     )
 
 

@@ -21,7 +21,7 @@ from draftwise.models.checkpoint import (
     scan_checkpoint,
     scan_file,
 )
-from draftwise.models.source import is_bitsandbytes, written_form
+from draftwise.models.source import is_bitsandbytes, with_form, written_form
 from draftwise.models.weights import WeightPlan, same_shape
 from draftwise.models.words import shorten
 from draftwise.quantization.checkpoint import CheckpointFormat
@@ -241,7 +241,7 @@ def _scan_one(folder: Path, file: Path) -> HeadTensors:
 def _quantization(folder: Path) -> object:
     """``quantization_config`` of a folder's config.json, of its text part if it is there; None: it has none."""
     path = folder / "config.json"
-    return written_form(read_json(path)) if path.is_file() else None
+    return written_form(with_form(folder, read_json(path))) if path.is_file() else None
 
 
 def _from_entries(folder: Path, entries: Mapping[str, TensorEntry]) -> HeadTensors:
