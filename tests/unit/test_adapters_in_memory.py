@@ -114,8 +114,10 @@ def test_a_name_that_two_adapters_have_is_said_once(world: World) -> None:
 def test_a_second_ctrl_c_while_an_adapter_is_loaded(
     world: World, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    """The engine goes on. Ahead, nobody waits for an adapter, so the interrupt meets the wait for a step."""
-    load, interrupts = LocalExecutor.load_adapter, [True]
+    """The engine goes on. Ahead, nobody waits for an adapter, so the interrupt meets the wait for a step. Where the
+    first one meets no wait, the call is over before the second one, which then nobody listens to."""
+    load, interrupts, over = LocalExecutor.load_adapter, [True], threading.Event()
+    generating = False
 
     def interrupted(self: LocalExecutor, *args: Any) -> None:
         load(self, *args)
@@ -125,14 +127,22 @@ def test_a_second_ctrl_c_while_an_adapter_is_loaded(
             interrupts.pop()
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)
+            over.set()
+
+    def interrupt(number: int, frame: object) -> None:
+        if generating:
+            raise KeyboardInterrupt
 
     with LLM(world.model, async_scheduling=ahead, **OPTIONS) as llm:
         wanted = [llm.generate(PROMPT, GREEDY, lora_request=known)[0] for known in world.requests]
         monkeypatch.setattr(LocalExecutor, "load_adapter", interrupted)
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        before = signal.signal(signal.SIGINT, interrupt)
+        generating = True
         try:
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([PROMPT] * 4, GREEDY, lora_request=world.requests)
+            generating = False
+            assert over.wait(60)
         finally:
             signal.signal(signal.SIGINT, before)
         found = llm.generate([PROMPT] * 4, GREEDY, lora_request=world.requests)
