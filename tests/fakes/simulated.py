@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import mul
 
 import numpy as np
 
@@ -108,6 +106,20 @@ class _Told:
         self.whole = self.whole and follow
 
 
+class _Survival:
+    """Chances that drafts up to a position are all accepted. Few positions are asked for, the first ones first."""
+
+    def __init__(self, chance: Callable[[int], float]) -> None:
+        self._chance = chance
+        self._found: list[float] = []
+
+    def __getitem__(self, position: int) -> float:
+        found = self._found
+        while len(found) <= position:
+            found.append((found[-1] if found else 1.0) * self._chance(len(found)))
+        return found[position]
+
+
 class _Draws:
     """The draws of one request: a world's chances may change from step to step."""
 
@@ -117,13 +129,11 @@ class _Draws:
         self._of, self._rid, self._method = of, rid, method
 
     @property
-    def survival(self) -> Iterable[float]:
+    def survival(self) -> _Survival:
         of, told = self._of, self._of.told[self._rid]
         factor = 0.4 if of.world.follow and not told.whole and told.in_a_row < 64 else 1.0
-        chances = (
-            factor * of.world.chance(self._rid, self._method, j, of.clock()) for j in range(_POSITIONS)
-        )
-        return list(accumulate(chances, mul))
+        rid, method, now = self._rid, self._method, of.clock()
+        return _Survival(lambda position: factor * of.world.chance(rid, method, position, now))
 
     @property
     def offered(self) -> Sequence[float] | None:
@@ -263,8 +273,13 @@ class Simulation:
         for rid in rids:
             self.core.cancel(rid)
 
+    def step(self) -> Step:
+        """One step; what it did. Unlike `run`, it leaves the books unchecked: that takes longer than the step."""
+        self.core.step()
+        return self.executor.steps[-1]
+
     def run(self, steps: int) -> list[Step]:
-        """So many steps; what they did."""
+        """So many steps, and a look at all books; what the steps did."""
         before = len(self.executor.steps)
         for _ in range(steps):
             self.core.step()

@@ -118,11 +118,16 @@ def test_it_finds_the_best_length_in_tens_of_steps(accept: float, n: int) -> Non
     [(a, n) for a in (0.0, 0.3, 0.6, 0.8, 0.95) for n in (1, 4, 16)] + [(0.0, 64), (0.95, 64)],
 )
 def test_it_is_never_much_slower_than_the_better_of_plain_and_static(accept: float, n: int) -> None:
-    steps = 1500 if n < 64 else 500
-    plain = rate_of(world(accept), StaticController(), n, steps, "none", 0)
-    static = rate_of(world(accept), StaticController(), n, steps)
-    adaptive = rate_of(world(accept), AdaptiveController(), n, steps)
-    assert adaptive > 0.98 * max(plain, static)
+    adaptive = rate_of(world(accept), AdaptiveController(), n, 1500 if n < 64 else 500)
+    assert adaptive > 0.98 * 1000 * max(on_paper(accept, n, 0), on_paper(accept, n, K))
+
+
+def test_static_control_is_as_fast_as_on_paper() -> None:
+    """What adaptive control is compared with. Drafts of 16 requests in 300 steps: means within 1 %."""
+    plain = rate_of(world(0.8), StaticController(), 16, 20, "none", 0)
+    assert plain == pytest.approx(1000 * on_paper(0.8, 16, 0))
+    static = rate_of(world(0.8), StaticController(), 16, 300)
+    assert static == pytest.approx(1000 * on_paper(0.8, 16, K), rel=0.03)
 
 
 @pytest.mark.parametrize("n", [1, 8])
@@ -249,8 +254,8 @@ def test_steps_that_all_have_prompts_in_them(accept: float, alone: int, more: in
     pauses, drafting = controller.stats().pauses, 0
     for _ in range(600):
         simulation.add(1, tokens=1, method="none")
-        (step,) = simulation.run(1)
-        drafting += sum(map(bool, step.budgets.values())) >= alone
+        drafting += sum(map(bool, simulation.step().budgets.values())) >= alone
+    simulation.run(1)
     assert drafting > 560 if accept else drafting < 30
     assert controller.stats().pauses - pauses < 12
 
@@ -305,7 +310,7 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
     for _ in range(30):
         simulation.add(3, tokens=5)
         while simulation.core.has_work:
-            simulation.run(1)
+            simulation.step()
     simulation.add(1)
     simulation.run(2)
     assert len(controller._drafters) == 1

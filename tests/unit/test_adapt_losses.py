@@ -77,9 +77,22 @@ def gain(simulation: Simulation, n: int, tokens: int) -> float:
 COSTS = {"": {}, "follow": {"follow": 0.002}, "catch up": {"catch_up": 0.003}}
 
 
-@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("n", "tokens"), [(1, 400), (16, 200), (64, 100)])
+_QUICK = {(False, ""), (True, "follow"), (False, "catch up")}
+"""Of one request and of 64, so that both ways of planning are tried with every cost; of 16, what is left."""
+
+
+@pytest.mark.parametrize(
+    ("n", "tokens", "ahead", "costs"),
+    [
+        pytest.param(
+            n, tokens, ahead, costs, id=f"{n}-{tokens}-{ahead}-{name}",
+            marks=[] if ((ahead, name) in _QUICK) == (n != 16) else pytest.mark.slow,
+        )
+        for n, tokens in ((1, 400), (16, 200), (64, 100))
+        for ahead in (False, True)
+        for name, costs in COSTS.items()
+    ],
+)  # fmt: skip
 def test_the_loss_is_bounded_where_nothing_is_accepted(
     n: int, tokens: int, ahead: bool, costs: dict[str, float]
 ) -> None:
@@ -113,7 +126,8 @@ def test_requests_that_end_soon_do_not_catch_up(more: int, drafts: bool) -> None
         last = simulation.add(4, tokens=100 + more)
         steps = []
         while simulation.core.has_work:
-            steps += simulation.run(1)
+            steps.append(simulation.step())
+        simulation.core.check_integrity()
     behind = [step for step in steps if step.requests == 4 and not set(step.budgets) - set(last)]
     assert any(any(step.budgets.values()) for step in behind) == drafts
 
@@ -148,7 +162,7 @@ def test_a_request_that_runs_for_long_comes_back_behind_its_gap() -> None:
     assert 0 in controller.resting
     rate[0] = 0.95
     waited = 0
-    while 0 in controller.resting or not any(simulation.run(1)[0].budgets.values()):
+    while 0 in controller.resting or not any(simulation.step().budgets.values()):
         simulation.run(20)
         waited += 21
         assert waited < 5000

@@ -61,18 +61,26 @@ def seated() -> AdaptiveController:
 
 
 def rates(accept: float, n: int, warm: int) -> tuple[float, float]:
-    """Speed over plain decoding of static and of adaptive control, in 200 steps behind ``warm`` others."""
+    """Speed over plain decoding of static and of adaptive control, in 200 steps behind ``warm`` others; static control
+    has nothing to learn in those."""
     found = []
-    for controller in (StaticController(), seated()):
+    for controller, before in ((StaticController(), 5), (seated(), warm)):
         simulation = Simulation(world(accept), controller, max_num_seqs=256, ahead=True)
         simulation.add(n, k=K)
-        simulation.run(warm)
+        simulation.run(before)
         found.append(rate(simulation.run(200)) * target(n, n) / 1000 / n)
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("n", [1, 16, 64, 256])
-@pytest.mark.parametrize("accept", [0.0, 0.3, 0.6, 0.8])
+@pytest.mark.parametrize(
+    ("accept", "n"),
+    [
+        # with 256, drafting never pays: of four chances, the best one and a poor one
+        pytest.param(accept, n, marks=pytest.mark.slow if n == 256 and accept in (0.0, 0.6) else [])
+        for accept in (0.0, 0.3, 0.6, 0.8)
+        for n in (1, 16, 64, 256)
+    ],
+)
 def test_it_is_not_slower_than_plain_decoding_and_drafts_where_that_pays(accept: float, n: int) -> None:
     static, adaptive = rates(accept, n, warm=120)
     assert adaptive > 0.96

@@ -9,6 +9,7 @@ take prompts from the held-out files without loading it.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,12 +101,15 @@ def stdlib_files(root: Path | None = None) -> list[SourceFile]:
     """
     base = root or stdlib_root()
     found = []
-    for path in base.rglob("*.py"):
-        relative = path.relative_to(base).as_posix()
-        if relative.startswith(_SKIP_PREFIXES) or any(part in _SKIP_DIRS for part in path.parts):
-            continue
-        kind: Literal["library", "test"] = "test" if _TEST_DIR.search(relative) else "library"
-        found.append(SourceFile(path, relative, kind, is_heldout(relative)))
+    for folder, folders, names in os.walk(base):
+        # Installed packages may be a hundred times the library: nobody looks into their folders.
+        folders[:] = [name for name in folders if name not in _SKIP_DIRS]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            relative = path.relative_to(base).as_posix()
+            if relative.startswith(_SKIP_PREFIXES) or any(part in _SKIP_DIRS for part in path.parts):
+                continue
+            kind: Literal["library", "test"] = "test" if _TEST_DIR.search(relative) else "library"
+            found.append(SourceFile(path, relative, kind, is_heldout(relative)))
     if not found:
         raise ConfigError(f"--root {base}: there is no .py file in it to learn from")
     return sorted(found, key=lambda file: file.relative)
