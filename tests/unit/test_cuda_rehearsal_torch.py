@@ -59,7 +59,26 @@ def said(target: str, config: dict[str, Any], device: str, **options: Any) -> li
         return [tuple(output.outputs[0].token_ids) for output in llm.generate(prompts, PARAMS)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=map(case_id, CASES))
+_SHAPES = ("static", "chain", "dynamic")
+_DRAFTERS = list(dict.fromkeys((family, method) for family, method, _ in CASES))
+
+
+def _is_quick(case: tuple[str, str, str]) -> bool:
+    """Every drafter with one shape or, of every other one, with two; every shape with a third of them or more. Kernels
+    have all cases in test_cuda_rehearsal.py."""
+    family, method, shape = case
+    at = _DRAFTERS.index((family, method))
+    drawn = [s for s in _SHAPES if (family, method, s) in CASES]
+    return shape in {drawn[at % len(drawn)], drawn[at // 2 % len(drawn)]}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case_id(case), marks=[] if _is_quick(case) else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_a_device_says_what_a_cpu_says(
     checkpoints: tuple[str, dict[str, Any]], caplog: pytest.LogCaptureFixture, case: tuple[str, str, str]
 ) -> None:
@@ -74,9 +93,13 @@ def test_a_device_says_what_a_cpu_says(
     assert not [record for record in caplog.records if "failed" in record.getMessage()]
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"batch_invariant": True}], ids=str)
 @pytest.mark.parametrize(
-    "case", [("draft_model", "chain"), ("eagle3", "static"), ("mtp", "dynamic")], ids=str
+    ("case", "options"),
+    [
+        pytest.param(case, options, id=f"{case}-{options}", marks=[] if quick else pytest.mark.slow)
+        for case, first in ((("draft_model", "chain"), True), (("eagle3", "static"), False), (("mtp", "dynamic"), True))
+        for options, quick in (({"quantization": "int8"}, first), ({"batch_invariant": True}, not first))
+    ],
 )
 def test_products_of_kernels_with_draws_of_torch(
     checkpoints: tuple[str, dict[str, Any]],
