@@ -99,6 +99,16 @@ def native(folder: Any, dtype: torch.dtype, threads: int = 2) -> DecoderModel:
     return load_model(folder, dtype=dtype, device=torch.device("cpu"), ops=ops)
 
 
+HALVES = [
+    pytest.param(isa, dtype, family, id=f"{isa.name.lower()}-{str(dtype).removeprefix('torch.')}-{family}",
+                 marks=[] if (i + j + k) % 2 == 0 else pytest.mark.slow)
+    for i, isa in enumerate(Isa)
+    for j, dtype in enumerate((torch.float32, torch.bfloat16))
+    for k, family in enumerate(FAMILIES)
+]  # fmt: skip
+"""Every family on every instruction set, in one of the two types; --all: in both."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(make_checkpoint: MakeModel, family: str) -> None:
     reference, folder = make_checkpoint(FAMILIES[family][0], **FAMILIES[family][1])
@@ -107,7 +117,7 @@ def test_logits_equal_transformers(make_checkpoint: MakeModel, family: str) -> N
     torch.testing.assert_close(actual, expected_logits(reference, tokens), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("isa", "dtype", "family"), HALVES, indirect=["isa", "dtype"])
 def test_same_bits_for_any_chunking_batch_and_threads(
     make_checkpoint: MakeModel, family: str, dtype: torch.dtype
 ) -> None:
@@ -128,7 +138,7 @@ def test_same_bits_for_any_chunking_batch_and_threads(
             assert torch.equal(logits[0], whole[5 * (rid - 8) + i]), (rid, i)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("isa", "dtype", "family"), HALVES, indirect=["isa", "dtype"])
 def test_paths_of_a_tree_have_the_bits_of_plain_decoding(
     make_checkpoint: MakeModel, family: str, dtype: torch.dtype
 ) -> None:

@@ -66,6 +66,11 @@ LAYERS = (
 """Of the tests of experts, floats of four bits, blocks that see themselves, and latent attention."""
 
 
+def either(tests: tuple[str, ...]) -> str:
+    """An expression that chooses the files of these tests."""
+    return " or ".join(sorted({test.partition(".")[0] for test in tests}))
+
+
 def run_tests(cpu: str, tests: tuple[str, ...], chosen: str = "") -> None:
     """Tests of the kernels (what stands behind ``test_``) with this processor's library."""
     folder = Path(__file__).parent
@@ -205,23 +210,17 @@ def test_hot_loops_are_vector_code() -> None:
             assert most >= (16 if "arithmetic" in name else 4), (instruction, name, most)
 
 
-def test_some_of_the_kernels() -> None:
-    run_tests("cortex-a72", SOME)
+def test_row_operations_attention_and_verification() -> None:
+    """The vectors that every level has. One process for all of them: to begin one takes longer than most tests."""
+    operations = "neon and not -1030] and not -48] and not -16]"  # three widths of six
+    run_tests("cortex-a72", ("cpu_ops.py", *SOME), f"{either(SOME)} or ({operations})")
 
 
-def test_layers_of_newer_models() -> None:
-    run_tests("max", LAYERS)
-
-
-def test_ways_out_of_linear_layers() -> None:
-    chosen = (
-        "add_is or silu or special or strided or epilogues or rows_of_zeros or float32_rows or zero_points"
-    )
-    run_tests("max", ("cpu_linear.py", "cpu_linear_quantized.py"), f"i8mm and ({chosen})")
-
-
-def test_row_operations() -> None:
-    run_tests("cortex-a72", ("cpu_ops.py",), "neon and not 1030")
+def test_ways_out_of_linear_layers_and_layers_of_newer_models() -> None:
+    """What the products of the newest level are used for, in one process."""
+    ways = "add_is or silu or special or strided or epilogues or rows_of_zeros or float32_rows or zero_points"
+    files = ("cpu_linear.py", "cpu_linear_quantized.py")
+    run_tests("max", (*files, *LAYERS), f"{either(LAYERS)} or (i8mm and ({ways}))")
 
 
 @pytest.mark.slow

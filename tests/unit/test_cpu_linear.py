@@ -70,7 +70,7 @@ def test_equals_the_reference(kernels: LinearKernels, dtype: torch.dtype, output
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(33, 255), (320, 4100)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 255), (160, 4100)])
 def test_same_bits_for_any_number_of_rows_and_threads(
     kernels: LinearKernels, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:

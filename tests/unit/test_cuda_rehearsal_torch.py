@@ -97,7 +97,11 @@ def test_a_device_says_what_a_cpu_says(
     ("case", "options"),
     [
         pytest.param(case, options, id=f"{case}-{options}", marks=[] if quick else pytest.mark.slow)
-        for case, first in ((("draft_model", "chain"), True), (("eagle3", "static"), False), (("mtp", "dynamic"), True))
+        for case, first in (
+            (("draft_model", "chain"), True),
+            (("eagle3", "static"), False),
+            (("mtp", "dynamic"), True),
+        )
         for options, quick in (({"quantization": "int8"}, first), ({"batch_invariant": True}, not first))
     ],
 )

@@ -32,6 +32,9 @@ from draftwise.models.lora.decoder import AdaptedDecoder
 from draftwise.models.lora.peft import read_adapter
 from draftwise.models.recorded import RecordedDecoder
 
+LAYERS = {"num_hidden_layers": 2}
+"""Every rank takes a trace of the model: a layer less is a third of the time."""
+
 
 def kept(model: DecoderModel) -> int:
     """Numbers of a token in the cache."""
@@ -51,7 +54,7 @@ def kept(model: DecoderModel) -> int:
     ],
 )
 def test_logits_are_those_of_the_whole(tmp_path: Path, kind: str, size: int) -> None:
-    save(small(kind), tmp_path / kind)
+    save(small(kind, **LAYERS), tmp_path / kind)
     whole = loaded(tmp_path / kind)
     expected = logits_of(whole)
 
@@ -73,7 +76,10 @@ def test_logits_are_those_of_the_whole(tmp_path: Path, kind: str, size: int) -> 
     assert max(answer[2] for answer in answers) < kept(whole) or kind == "olmo2"
 
 
-@pytest.mark.parametrize(("kind", "width"), [("F32", 96), ("Q8_0", 128), ("Q4_0", 128), ("Q4_0", 96)])
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [("F32", 96), ("Q4_0", 128), ("Q4_0", 96), pytest.param("Q8_0", 128, marks=pytest.mark.slow)],
+)
 def test_gguf_files_that_are_put_together_are_divided(tmp_path: Path, kind: str, width: int) -> None:
     """By whole blocks of 32 inputs: an MLP of three blocks stays whole on both ranks."""
     sizes = {
@@ -82,7 +88,7 @@ def test_gguf_files_that_are_put_together_are_divided(tmp_path: Path, kind: str,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    save(small("starcoder2", sliding_window=None, **sizes), tmp_path / "model")
+    save(small("starcoder2", sliding_window=None, **sizes, **LAYERS), tmp_path / "model")
     more = {"starcoder2.rope.freq_base": 10000.0}
     convert(tmp_path / "model", tmp_path / "m.gguf", "starcoder2", kind, more)
     whole = loaded(tmp_path / "m.gguf")
@@ -104,7 +110,7 @@ def test_gguf_files_that_are_put_together_are_divided(tmp_path: Path, kind: str,
 
 def test_tables_of_quantised_checkpoints_are_divided(tmp_path: Path) -> None:
     """Floats stand in them beside layers of codes."""
-    folder = write_pair(tmp_path, "granite", "awq").quantized
+    folder = write_pair(tmp_path, "granite", "awq", **LAYERS).quantized
 
     def work(ranks: Ranks) -> int:
         return len(loaded(folder, ranks).shared_weights().embedding)
@@ -123,7 +129,7 @@ EXPERTS = [
 
 @pytest.mark.parametrize(("kind", "size", "by_rank"), EXPERTS)
 def test_experts_are_divided(tmp_path: Path, kind: str, size: int, by_rank: bool) -> None:
-    save(small(kind), tmp_path / kind)
+    save(small(kind, **LAYERS), tmp_path / kind)
     whole = loaded(tmp_path / kind)
     expected = logits_of(whole)
 
@@ -154,7 +160,7 @@ def test_experts_are_divided(tmp_path: Path, kind: str, size: int, by_rank: bool
 def test_quantised_weights_are_divided_as_they_are(
     tmp_path: Path, kind: str, form: str, sizes: dict[str, int]
 ) -> None:
-    pair = write_pair(tmp_path, kind, form, **sizes)
+    pair = write_pair(tmp_path, kind, form, **sizes, **LAYERS)
     whole = loaded(pair.quantized)
     expected = logits_of(whole)
     answers = on_ranks(2, lambda ranks: logits_of(loaded(pair.quantized, ranks)))
@@ -165,7 +171,7 @@ def test_quantised_weights_are_divided_as_they_are(
 
 @pytest.mark.parametrize("quantization", ["int8", "int4_weight_only"])
 def test_weights_that_are_rounded_at_load(tmp_path: Path, quantization: str) -> None:
-    save(small("granite"), tmp_path / "model")
+    save(small("granite", **LAYERS), tmp_path / "model")
     options = {"dtype": torch.bfloat16, "quantization": quantization}
     expected = logits_of(loaded(tmp_path / "model", **options))
     answers = on_ranks(2, lambda ranks: logits_of(loaded(tmp_path / "model", ranks, **options)))
@@ -183,7 +189,7 @@ def test_weights_that_are_rounded_at_load(tmp_path: Path, quantization: str) -> 
 def test_ranks_add_their_parts_of_an_adapter(
     tmp_path: Path, kind: str, modules: tuple[str, ...], turned: bool
 ) -> None:
-    save(small(kind), tmp_path / kind)
+    save(small(kind, **LAYERS), tmp_path / kind)
     adapter = read_adapter(
         save_adapter(tmp_path / "adapter", tmp_path / kind, 3, modules=modules, turned=turned)
     )
@@ -202,7 +208,7 @@ def test_ranks_add_their_parts_of_an_adapter(
 
 def test_a_rank_reads_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers, embedding and output layer. Norms and biases are read whole."""
-    save(small("granite", tie_word_embeddings=False), tmp_path / "model")
+    save(small("granite", tie_word_embeddings=False, **LAYERS), tmp_path / "model")
     read: list[int] = []  # Transformers reads in threads of its own
     part, rows = stored.read_part, stored.read_rows
 
@@ -274,11 +280,11 @@ def test_the_peak_of_a_rank_is_its_share_and_one_layer(quantization: str, tmp_pa
 
 
 def test_what_is_not_divided_is_named(tmp_path: Path) -> None:
-    save(small("mamba"), tmp_path / "mamba")
+    save(small("mamba", **LAYERS), tmp_path / "mamba")
     with pytest.raises(ModelLoadError, match="Transformers' code, which is not divided among ranks"):
         on_ranks(2, lambda ranks: loaded(tmp_path / "mamba", ranks))
-    save(small("gpt_neox"), tmp_path / "neox")
+    save(small("gpt_neox", **LAYERS), tmp_path / "neox")
     with pytest.raises(ConfigError, match="enable_expert_parallel: it has no experts"):
         on_ranks(2, lambda ranks: loaded(tmp_path / "neox", ranks, experts_by_rank=True))
-    with pytest.raises(ModelLoadError, match="nothing of it can be divided among 7 ranks"):
-        on_ranks(7, lambda ranks: loaded(tmp_path / "neox", ranks))
+    with pytest.raises(ModelLoadError, match="nothing of it can be divided among 5 ranks"):
+        on_ranks(5, lambda ranks: loaded(tmp_path / "neox", ranks))

@@ -43,9 +43,10 @@ def arguments(*more: str) -> argparse.Namespace:
 
 def test_two_steps_make_three_heads(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_heads, "HELDOUT_TEXTS", 2)
+    monkeypatch.setattr(demo_heads, "HELDOUT_WINDOWS", 2)
     monkeypatch.setattr(demo_heads, "BATCH", 2)
-    for name in ("WINDOW", "OWN_LENGTH", "OWN_PROMPT"):  # a quarter of the text
-        monkeypatch.setattr(demo_heads, name, getattr(demo_heads, name) // 4)
+    for name in ("WINDOW", "OWN_LENGTH", "OWN_PROMPT"):  # an eighth of the text
+        monkeypatch.setattr(demo_heads, name, getattr(demo_heads, name) // 8)
     torch.set_num_threads(1)
     common = [
         "--out",

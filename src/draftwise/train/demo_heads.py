@@ -51,7 +51,8 @@ OWN_PROMPT, OWN_LENGTH = 64, 256
 """Tokens of a prompt, and of it with the target's continuation: a window holds two."""
 OWN_EVERY = 2
 """One batch of so many is of the target's own text."""
-HELDOUT_TEXTS = 48
+HELDOUT_TEXTS, HELDOUT_WINDOWS = 48, 12
+"""What is measured on: own texts, and windows of the library's."""
 DRAFT_VOCABULARY = 3072
 """Holds 98% of what the target says; 2048 tokens would hold 92%."""
 MEDUSA_HEADS = 3
@@ -188,7 +189,7 @@ class DemoHeadData:
             said = self._batch(torch.from_numpy(self.own_heldout.astype(np.int64)), 1)
             said.counted[:, : OWN_PROMPT - 1] = False
             stream = np.concatenate(self.corpus.heldout)
-            starts = np.linspace(0, len(stream) - WINDOW, 12).astype(int)
+            starts = np.linspace(0, len(stream) - WINDOW, HELDOUT_WINDOWS).astype(int)
             rows = np.stack([stream[s : s + WINDOW] for s in starts]).astype(np.int64)
             self._cache = {"own": [said], "text": [self._batch(torch.from_numpy(rows), 1)]}
         return self._cache
