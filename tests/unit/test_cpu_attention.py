@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,24 @@ from draftwise.kernels.cpu.attention import NativeAttention
 from draftwise.kernels.cpu.library import Isa
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kv.storage import LARGEST, quantized
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def some(firsts: Sequence[Any], seconds: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: every two values of any two kinds together, on every instruction set, in one of the two
+    types; --all: in both."""
+    return [
+        pytest.param(
+            isa, first, second, dtype, id=f"{isa.name.lower()}-{first}-{second}-{name}",
+            marks=[] if (h + i + j + k) % 2 == 0 else pytest.mark.slow,
+        )
+        for h, isa in enumerate(Isa)
+        for i, first in enumerate(firsts)
+        for j, second in enumerate(seconds)
+        for k, (name, dtype) in enumerate(DTYPES.items())
+    ]  # fmt: skip
+
 
 SHAPES = [(4, 2, 64), (6, 2, 12), (8, 1, 128), (4, 4, 80), (40, 2, 16), (3, 3, 2)]  # Hq, Hkv, D
 TREE = (-1, -1, 0, 0, 1, 4, -1, 5)
@@ -52,9 +71,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 7, 300])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("isa", "shape", "window", "dtype"), some(SHAPES, [None, 7, 300]), indirect=["isa"])
 def test_equals_the_oracle(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
     heads, kv_heads, dim = shape
     batch, slots = make_batch(MIXED)
@@ -161,9 +178,11 @@ def test_soft_cap() -> None:
     torch.testing.assert_close(got[0], scores.softmax(0) @ entries[:, 1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("shape", [(4, 2, 64), (6, 2, 12), (8, 1, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("isa", "shape", "window", "dtype"),
+    some([(4, 2, 64), (6, 2, 12), (8, 1, 128)], [None, 40]),
+    indirect=["isa"],
+)
 def test_same_bits_for_any_chunking_and_batch(
     shape: tuple[int, int, int], window: int | None, dtype: torch.dtype
 ) -> None:
@@ -195,9 +214,9 @@ def test_same_bits_for_any_chunking_and_batch(
         assert torch.equal(part, whole[start : start + n]), (start, n)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("context", [0, 5, 250, 255, 256, 770])
+@pytest.mark.parametrize(
+    ("isa", "context", "window", "dtype"), some([0, 5, 250, 255, 256, 770], [None, 20]), indirect=["isa"]
+)
 def test_tree_paths_have_the_bits_of_chains(context: int, window: int | None, dtype: torch.dtype) -> None:
     """A node in the tree computes what the same token computes when it is decoded plainly."""
     heads, kv_heads, dim = 4, 2, 64
@@ -227,9 +246,9 @@ def test_tree_paths_have_the_bits_of_chains(context: int, window: int | None, dt
         assert torch.equal(tree[rows[-1]], alone[0]), node
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 4, 300])
-@pytest.mark.parametrize("context", [1, 250, 770])
+@pytest.mark.parametrize(
+    ("isa", "context", "window", "dtype"), some([1, 250, 770], [None, 4, 300]), indirect=["isa"]
+)
 def test_a_tree_level_by_level_has_the_bits_of_one_pass(
     context: int, window: int | None, dtype: torch.dtype
 ) -> None:

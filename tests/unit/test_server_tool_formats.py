@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwise.errors import ConfigError
@@ -177,6 +177,7 @@ def fed(name: str, text: str, cuts: list[int], **options: Any) -> tuple[str, lis
 
 
 @pytest.mark.parametrize(("name", "text", "before", "calls"), FOUND)
+@settings(max_examples=25)  # of each of 25 texts; and cut at every character
 @given(cuts=CUTS)
 def test_calls_do_not_depend_on_the_cuts(
     name: str, text: str, before: str, calls: list[tuple[str, str]], cuts: list[int]
@@ -189,6 +190,7 @@ def test_calls_do_not_depend_on_the_cuts(
 
 
 @pytest.mark.parametrize(("name", "text"), TEXT)
+@settings(max_examples=25)  # of each of 34 texts
 @given(cuts=CUTS)
 def test_what_is_no_call_stays_text(name: str, text: str, cuts: list[int]) -> None:
     shown, calls = fed(name, text, cuts)
