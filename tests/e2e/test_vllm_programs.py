@@ -6,6 +6,7 @@ shapes that such a program uses. ``MODEL`` stands where they name a model.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -16,7 +17,7 @@ import pytest
 
 from draftwise import LLM, AsyncLLM, EngineArgs, LLMEngine, RequestError, SamplingParams
 from draftwise.config.embedded import embedded_path
-from draftwise.errors import ConfigError
+from draftwise.errors import ConfigError, EngineDeadError
 from tests.fakes.lora import save_adapter
 from tests.fakes.tiny_chat import make_tiny_chat
 
@@ -237,12 +238,64 @@ def test_every_name_is_there_and_only_public_names_are_taken() -> None:
     assert draftwise.AsyncLLMEngine is AsyncLLM
 
 
-@pytest.mark.parametrize("name", ["embed", "encode", "classify", "score", "reward", "beam_search"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "embed", "encode", "classify", "score", "reward", "beam_search", "sleep", "wake_up", "collective_rpc",
+        "apply_model", "start_profile", "stop_profile", "pause_generation", "update_weights", "do_log_stats",
+        "pin_lora", "reset_mm_cache", "enqueue", "wait_for_completion",
+    ],
+)  # fmt: skip
 def test_what_is_absent_says_so(name: str) -> None:
-    with pytest.raises(RequestError, match=f"^{name}: "):
-        getattr(LLM, name)(object(), ["text"])
-    with pytest.raises(RequestError, match=f"^{name}: "):
-        getattr(AsyncLLM, name)(object(), ["text"])
+    for kind in (LLM, AsyncLLM) if name != "enqueue" else (LLM,):
+        engine = kind.__new__(kind)
+        with pytest.raises(RequestError, match=f"^{name}: "):
+            getattr(engine, name)(["text"], level=1)
+
+
+def test_objects_of_vllm_behind_an_engine_are_named_and_not_there() -> None:
+    llm: Any = LLM.__new__(LLM)
+    assert not hasattr(llm, "llm_engine")
+    with pytest.raises(AttributeError, match=r"no attribute 'llm_engine'; LLM is no shell"):
+        llm.llm_engine.model_config  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'genrate'$"):
+        llm.genrate("text")
+
+
+def test_an_engine_of_engine_args() -> None:
+    with LLM.from_engine_args(EngineArgs(model=MODEL, max_model_len=64)) as llm:
+        assert llm.max_model_len == 64
+
+
+def test_health_under_the_names_of_vllm() -> None:
+    async def programme() -> None:
+        engine = AsyncLLM(MODEL, max_model_len=64)
+        await engine.check_health()
+        assert engine.is_running and not engine.is_stopped and not engine.errored
+        assert engine.get_num_unfinished_requests() == 0
+        stream = engine.submit("def a(", SamplingParams(max_tokens=8))
+        assert engine.get_num_unfinished_requests() == 1
+        stream.close()
+        engine.shutdown()
+        assert engine.errored and engine.is_stopped and not engine.is_running
+        with pytest.raises(EngineDeadError, match="closed"):
+            await engine.check_health()
+        assert str(engine.dead_error) == "the engine was closed"
+
+    asyncio.run(programme())
+
+
+def test_parameters_of_which_some_are_none() -> None:
+    made = SamplingParams.from_optional(
+        n=None, temperature=None, top_p=0.9, stop=None, logit_bias=None, thinking_token_budget=None
+    )
+    assert made == SamplingParams(top_p=0.9)
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    assert SamplingParams.from_optional().max_tokens == 16
+    with pytest.raises(RequestError, match="unknown sampling parameter 'thinking_token_budget'"):
+        SamplingParams.from_optional(thinking_token_budget=5)
+    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature'"):
+        SamplingParams.from_optional(temprature=None)
 
 
 @pytest.mark.parametrize(

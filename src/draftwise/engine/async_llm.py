@@ -22,6 +22,7 @@ from draftwise.engine.chats import chat_prompt
 from draftwise.engine.contained import contained
 from draftwise.engine.core import CacheListener
 from draftwise.engine.group import Reading, RequestGroup
+from draftwise.engine.health import Health
 from draftwise.engine.llm import engine_stats
 from draftwise.engine.loops import running_loop
 from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
@@ -43,7 +44,7 @@ StepObserver = Callable[[Sequence[RequestUpdate]], None]
 """Called with the changes of every step, in the engine's thread. It must be quick."""
 
 
-class AsyncLLM(Absent):
+class AsyncLLM(Health, Absent):
     """A model and its drafters behind an asynchronous interface; takes the arguments of `LLM`.
 
     async for output in engine.generate("def main(", SamplingParams(max_tokens=32)):
@@ -378,20 +379,13 @@ class AsyncLLM(Absent):
         """The number of token ids: those of prompts must be smaller."""
         return self._engine.processor.vocab_size
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether requests are accepted."""
-        return self._thread.is_alive
-
-    @property
-    def in_step(self) -> float:
-        """Seconds since the running step began; 0 between steps. It takes no lock, so it answers for an engine that
-        hangs."""
-        return self._thread.in_step
-
     def get_tokenizer(self) -> Any:
         """The Transformers tokenizer."""
         return tokenizer_of(self._engine)
+
+    def get_num_unfinished_requests(self) -> int:
+        """The number of prompts that run or wait."""
+        return len(self._streams)
 
     def stats(self) -> EngineStats:
         """Blocks, queue and totals now."""

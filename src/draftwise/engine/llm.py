@@ -53,6 +53,11 @@ class LLM(OwnSteps, Absent):
                 check_alone(resolve_engine_config(model=model, **options)), keep_trace=keep_trace
             )
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> Self:
+        """An engine with the options of an `EngineArgs`."""
+        return cls(**engine_args.given())
+
     # ------------------------------------------------------------------------------------------- generating
 
     def generate(

@@ -74,6 +74,15 @@ class EngineThread:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why no request is accepted; None: they are."""
+        try:
+            self.check_alive()
+        except EngineDeadError as error:
+            return error
+        return self._core.executor.failure
+
     def check_alive(self) -> None:
         """Raises EngineDeadError if the engine has failed or was closed."""
         if isinstance(self._failure, EngineDeadError):

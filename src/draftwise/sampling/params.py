@@ -203,6 +203,18 @@ class SamplingParams(_Assignable):
                 )
         return cls(**values)
 
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """vLLM's name for parameters of which some may be None, which then have their defaults. ``max_tokens=None``
+        means what it means everywhere: until the model's length is reached. Raises `RequestError`."""
+        return cls.from_dict(
+            {
+                name: value
+                for name, value in values.items()
+                if value is not None or name not in _OPTIONAL or name == "max_tokens"
+            }
+        )
+
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed; validated again."""
         return dataclasses.replace(self, **changes)
@@ -224,6 +236,10 @@ class SamplingParams(_Assignable):
                 raise _invalid(name, largest, f"below the vocabulary size {vocab_size}")
 
 
+_OPTIONAL = {*SamplingParams.__dataclass_fields__, "watermarking", "thinking_token_budget", "prompt_logprob_token_ids",
+             "prompt_logprob_start", "logprob_token_ids", "stream_interval", "repetition_detection",
+             "trace_decode_token_ids"}  # fmt: skip
+"""What may be None for `SamplingParams.from_optional`; some are vLLM's alone."""
 _NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 _INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 _BOOLEANS = (
