@@ -285,6 +285,26 @@ def test_health_under_the_names_of_vllm() -> None:
     asyncio.run(programme())
 
 
+def test_fields_of_a_prompt_that_are_none_are_as_if_absent() -> None:
+    params = SamplingParams(max_tokens=3, temperature=0)
+    ids = {
+        "prompt": None,
+        "prompt_token_ids": [5, 6, 7],
+        "multi_modal_data": None,
+        "mm_processor_kwargs": None,
+    }
+    text = {"prompt": "def a(", "prompt_token_ids": None, "multi_modal_data": None}
+    with LLM(MODEL, max_model_len=64) as llm:
+        plain = llm.generate([[5, 6, 7], "def a("], params)
+        assert [o.outputs for o in llm.generate([ids, text], params)] == [o.outputs for o in plain]
+        with pytest.raises(RequestError, match=r"^multi_modal_data: a prompt is a text or its token ids"):
+            llm.generate({"prompt": "def a(", "multi_modal_data": {"image": 1}})
+        with pytest.raises(RequestError, match=r"^unknown prompt field 'promt'; did you mean 'prompt'"):
+            llm.generate({"promt": None})
+        with pytest.raises(RequestError, match=r"^a prompt is a string"):
+            llm.generate({"prompt": None})
+
+
 def test_parameters_of_which_some_are_none() -> None:
     made = SamplingParams.from_optional(
         n=None, temperature=None, top_p=0.9, stop=None, logit_bias=None, thinking_token_budget=None

@@ -32,7 +32,16 @@ def one_prompt(given: PromptLike) -> Prompt:
     >>> one_prompt([1, 2, 3])
     {'prompt_token_ids': [1, 2, 3]}
     """
+    if isinstance(given, Mapping):
+        left_out = [name for name in _OPTIONAL if name in given and given[name] is None]
+        return {name: value for name, value in given.items() if name not in left_out} if left_out else given
     return {"prompt_token_ids": given} if _is_ids(given, empty=True) else given  # type: ignore[return-value]
+
+
+_OPTIONAL = (
+    "prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "cache_salt"
+)  # fmt: skip
+"""Fields of vLLM's prompts; None is as good as absent."""
 
 
 def all_prompts(given: PromptLike | Sequence[PromptLike]) -> list[Prompt]:

@@ -58,6 +58,10 @@ def tokenize_prompt(
         extra = set(prompt) - {"prompt", "prompt_token_ids"}
         if extra:
             name = sorted(map(str, extra))[0]
+            if name in ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"):
+                raise RequestError(
+                    f"{name}: a prompt is a text or its token ids; images and sounds are not read"
+                )
             raise RequestError(
                 f"unknown prompt field {shown(name)}{suggest(name, ['prompt', 'prompt_token_ids'])}"
             )
