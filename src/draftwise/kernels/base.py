@@ -50,6 +50,8 @@ class HeadShape:
 class Ops(ABC):
     """Operations on one device and dtype. Norms, softmax and logits are float32 inside whatever the dtype."""
 
+    most_head_dim: int | None = None
+    """The widest heads that `qkv_rope_write` takes; None: any."""
     draws_chains = False
     """Whether `draw_chains` may be called."""
 

@@ -31,6 +31,7 @@ from draftwise.models.mlp import (
 )
 from draftwise.models.rope import RopeConfig
 from draftwise.models.weights import WeightPlan
+from draftwise.names import KERNELS_VARIABLE
 from draftwise.types import AttentionBatch
 
 
@@ -295,7 +296,12 @@ def layer_spec(config: ModelConfig) -> KVLayerSpec:
 
 def packed_rope(ops: Ops, rope: RopeConfig, head_dim: int, length: int) -> Rope:
     """Rotations of ``length`` positions. Where not all dimensions of a head are rotated, the others are by nothing, see
-    `RopeConfig.order`. Raises ModelLoadError if there is no memory for so many."""
+    `RopeConfig.order`. Raises ModelLoadError if there is no memory for so many, or the kernels take no such heads."""
+    most = ops.most_head_dim
+    if most is not None and head_dim > most:
+        raise ModelLoadError(
+            f"heads have {head_dim} values, and native kernels take at most {most}: set {KERNELS_VARIABLE}=torch"
+        )
     try:
         return _packed_rope(ops, rope, head_dim, length)
     except (RuntimeError, MemoryError) as error:

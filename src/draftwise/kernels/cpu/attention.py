@@ -100,9 +100,13 @@ def is_latent(entries: Tensor, num_kv_heads: int, dim: int) -> bool:
     return entries.shape[1] == num_kv_heads
 
 
+MOST_HEAD_DIM = 1024
+"""The widest heads that `dw::rope_write_rows` can take: it keeps one on the stack."""
+
+
 def check_rotated(head_dim: int) -> None:
-    """Raise ValueError for heads that `dw::rope_write_rows` cannot take: it keeps one on the stack."""
-    require(head_dim % 2 == 0 and head_dim <= 1024, "heads of an even size up to 1024")
+    """Raise ValueError for heads that `dw::rope_write_rows` cannot take."""
+    require(head_dim % 2 == 0 and head_dim <= MOST_HEAD_DIM, "heads of an even size up to 1024")
 
 
 def sinks_of(sinks: Tensor | None, heads: int) -> int | None:

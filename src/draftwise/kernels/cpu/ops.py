@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwise.kernels.additions import Additions, AdditionSite
 from draftwise.kernels.base import HeadShape, Ops
 from draftwise.kernels.cpu.adapters import NativeAdditions
-from draftwise.kernels.cpu.attention import DTYPES, NativeAttention
+from draftwise.kernels.cpu.attention import DTYPES, MOST_HEAD_DIM, NativeAttention
 from draftwise.kernels.cpu.checks import require
 from draftwise.kernels.cpu.draws import DrawKernels
 from draftwise.kernels.cpu.experts import ExpertsKernels, NativeExperts
@@ -45,6 +45,7 @@ class NativeOps(Ops):
     rotations are float32, logits are not rounded to the model's dtype.
     """
 
+    most_head_dim = MOST_HEAD_DIM
     draws_chains = True
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool, dtype: torch.dtype) -> None:

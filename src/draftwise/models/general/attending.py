@@ -46,8 +46,9 @@ class AttentionPlans(Packing):
             latent = latent_of(node, parts[1], rotation, call)
             if latent is not None:
                 return self._attend_latents(node, latent, parts[0], rotation, scale, sinks)
-        if not dim == call.value_dim == call.heads.head_dim or dim > 1024:
+        if not dim == call.value_dim == call.heads.head_dim:
             raise CannotAssemble("its keys and values are of different sizes")
+        self._check_width(dim)
         columns = [
             (torch.arange(count)[:, None] * dim + rotation.order).flatten()
             for count in (call.heads.num_heads, call.heads.num_kv_heads)
@@ -95,6 +96,7 @@ class AttentionPlans(Packing):
     ) -> Plan:
         own = self._calls[node.layer]
         call = latent.call(own)
+        self._check_width(call.heads.head_dim)
         self._calls[node.layer] = call
         rope = self._numbered(latent.rotation(rotation))
         x, shared = latent.shared.layer.x, latent.shared
@@ -120,6 +122,12 @@ class AttentionPlans(Packing):
             return run
 
         return Plan(node, (q, latent.latent, x), make, (shared.layer, latent.keys.layer))
+
+    def _check_width(self, dim: int) -> None:
+        """Raise CannotAssemble for heads that are too wide for the kernels."""
+        most = self._ops.most_head_dim
+        if most is not None and dim > most:
+            raise CannotAssemble(f"its heads have {dim} values, and native kernels take at most {most}")
 
     def _rotation(self, turns: list[Turn | None], dim: int) -> Rotation:
         q, k = turns

@@ -24,7 +24,7 @@ from draftwise.models.base import finish_logits
 from draftwise.models.config import ModelConfig
 from draftwise.models.heads.base import HeadModel, HeadOutput, TargetLink, logits_tail, pick_rows
 from draftwise.models.heads.eagle3 import HEAD_NAMES
-from draftwise.models.layers import DenseLayer, LayerPass, LayerWeights
+from draftwise.models.layers import DenseLayer, LayerPass, LayerWeights, packed_rope
 from draftwise.models.mlp import load_linear
 from draftwise.models.weights import WeightPlan
 from draftwise.types import StepInput, TargetOutput
@@ -103,7 +103,7 @@ class EagleHead(HeadModel):
         if self._loaded_head is not None:
             plan.fill(self._loaded_head)
             self._head = ops.pack_head(self._loaded_head)
-        self._rope = ops.pack_rope(config.rope.inv_freq(), config.rope.attention_factor, self.max_model_len)
+        self._rope = packed_rope(ops, config.rope, config.head_dim, self.max_model_len)
         del self._loaded, self._loaded_fc, self._loaded_bias, self._loaded_head, self._plan
 
     def kv_layout(self) -> tuple[KVLayerSpec, ...]:
