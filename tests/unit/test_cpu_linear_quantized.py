@@ -9,8 +9,9 @@ import torch
 from tests.native import forced_isa, native_or_skip
 from torch import Tensor
 
+from draftwise.kernels.cpu import linear as linear_module
 from draftwise.kernels.cpu.library import Isa
-from draftwise.kernels.cpu.linear import Epilogue, LinearKernels, NativeLinear
+from draftwise.kernels.cpu.linear import MOST_SUMMED, Epilogue, LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.quantization.scheme import parse_scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize, quantize_rows
@@ -148,3 +149,18 @@ def test_rounding_leaves_the_weights_alone_and_is_near(name: str) -> None:
     step = 2**-7 if name == "int8" else 2**-3
     assert float((rounded.dequantize() - weight).abs().max()) <= step * float(weight.abs().max())
     assert torch.equal(quantize(rounded.dequantize(), parse_scheme(name)).codes, rounded.codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_with_more_inputs_than_integers_sum_stay_floats(
+    kernels: LinearKernels, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    linear_module._say_wide.cache_clear()
+    inputs = MOST_SUMMED + 8
+    generator = torch.Generator().manual_seed(3)
+    weight = quantize(torch.randn(3, inputs, generator=generator) * 0.02, parse_scheme("int8_dynamic"))
+    packed = kernels.pack_quantized(weight, dynamic=True, dtype=dtype)
+    x = torch.randn(2, inputs, generator=generator).to(dtype)
+    got = kernels.run(x, packed, dtype=torch.float32)
+    assert error(got, x.double() @ weight.dequantize(dtype).double().t()) < 1e-5
+    assert [f"{inputs} inputs stay floats" in record.message for record in caplog.records] == [True]

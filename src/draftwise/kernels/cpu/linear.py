@@ -42,6 +42,8 @@ class Epilogue(enum.IntEnum):
     SILU_MUL = 2  # silu(gate) * up, for weights packed as gate | up
 
 
+MOST_SUMMED = 65_536
+"""Inputs of `Format.I8_DYNAMIC`: the sum of more products of 127 and 255 might not fit into 31 bits."""
 _OUT_DTYPES = (torch.float32, torch.bfloat16)
 _NUMBERS: dict[tuple[float, ...], int] = {E2M1: 1, NF4: 2}  # csrc/linear.h, Numbers
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # csrc/linear.h, DType
@@ -169,6 +171,9 @@ class LinearKernels:
             "a zero point per output and group",
         )
         require(bias is None or bias.shape == (outputs,), "one bias per output")
+        if dynamic and weight.bits == 8 and inputs > MOST_SUMMED:
+            _say_wide(inputs)
+            return self.pack(weight.dequantize(dtype), bias, paired=paired)
         codes = weight.codes.contiguous()
         scales = weight.scales.to(torch.float32).contiguous()
         zeros = None if weight.zeros is None else weight.zeros.to(torch.uint8).contiguous()
@@ -255,6 +260,16 @@ class LinearKernels:
             epilogue,
         )
         return out
+
+
+@functools.cache
+def _say_wide(inputs: int) -> None:
+    """Once per process and width."""
+    logger.warning(
+        "linear layers with %d inputs stay floats: products of int8 rows and codes are summed for at most %d inputs",
+        inputs,
+        MOST_SUMMED,
+    )
 
 
 @functools.cache
