@@ -196,8 +196,15 @@ class RoundSteps:
         proposer: object = None if method is None or members.kind < 1 else self._drafting.native(method)
         if method is None or not drafts_rounds(proposer):
             return None
+        guard = self._drafting.guard
+        if guard.failed_once and False not in [row.drafting_failed for row in members.rows]:
+            return None
         wanted = Wanted(members.rows, budgets, members.places)
-        found = proposer.round_drafts(self._placing.columns(wanted), rounds, rows)
+        try:
+            found = proposer.round_drafts(self._placing.columns(wanted), rounds, rows)
+        except Exception as error:
+            guard.failed(method, "round_drafts", members.rows, error)
+            return None
         return None if found is None else _Drafter(proposer, *found)
 
     def _room_for(self, rows: int, *, adapted: bool) -> _Room | None:
@@ -246,17 +253,23 @@ class RoundSteps:
             record.cuts, record.outcomes = cuts[0].buffer_info()[0], cuts[1].buffer_info()[0]
         if drafter.drafts is None:
             return (cuts,)
-        drafter.drafts.tell(record)
+        features = drafter.features
+        try:
+            drafter.drafts.tell(record)
+            sources = None if features is None else room.sources(features)
+            if features is not None and sources is not None:
+                features.tell(record, sources)
+        except Exception as error:
+            assert members.method is not None, "one drafts for all of them"
+            self._drafting.guard.failed(members.method, "round_drafts", members.rows, error)
+            return None
+        if features is not None and sources is None:
+            return None
         if cuts is not None and any(cuts[2]):
             if drafter.drafts.stops:
                 record.once = cuts[2].buffer_info()[0]
             else:  # whoever has read features or tokens goes on drafting
                 record.rounds = 1
-        if drafter.features is not None:
-            sources = room.sources(drafter.features)
-            if sources is None:
-                return None
-            drafter.features.tell(record, sources)
         return (cuts, drafter.drafts)
 
     def _taken(
@@ -266,7 +279,11 @@ class RoundSteps:
         assert isinstance(columns, PlanColumns)
         done, drafted = record.done, bool(record.drafted)
         if drafter.proposer is not None:
-            drafter.proposer.after_rounds(RoundAnswer(done, drafted))
+            try:
+                drafter.proposer.after_rounds(RoundAnswer(done, drafted))
+            except Exception as error:  # what was computed is whole all the same
+                assert members.method is not None, "one drafts for all of them"
+                self._drafting.guard.failed(members.method, "after_rounds", members.rows, error)
             told = None if drafter.drafts is None else drafter.drafts.told
             if told is not None:
                 for row in members.rows:
