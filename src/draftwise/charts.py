@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,12 +32,17 @@ def check_svg(path: Path, flag: str = "--plot") -> None:
 
 
 def write_svg(text: str, path: Path, flag: str = "--plot") -> None:
-    """Raises ConfigError if the file cannot be written."""
+    """Write it whole or not at all. Raises ConfigError."""
     check_svg(path, flag)
+    part = path.with_name(path.name + ".part")
     try:
-        path.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None
+    finally:  # of Ctrl-C, or a full disk; it is gone where all went well
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def lines_svg(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from draftwise.charts import Cells, cells_svg, lines_svg
+from draftwise.charts import Cells, cells_svg, lines_svg, write_svg
+from draftwise.errors import ConfigError
 
 
 @pytest.mark.parametrize("end", [0.0, 5.0, 10.0])
@@ -40,3 +42,22 @@ def test_cells_are_as_dark_as_they_are_high_and_missing_ones_stay_empty() -> Non
     assert width is not None and int(width[1]) > 7 * len(cells.title)
     both = cells._replace(values={(64, 1): (1.0, "a"), (64, 2): (3.0, "b")})
     assert re.findall(r'fill="(#\w{6})"/>', cells_svg([both], "x", "y")) == ["#eff6ff", "#2563eb"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_chart_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    path = tmp_path / "lines.svg"
+    write_svg("<svg/>", path)
+
+    def torn(self: Path, text: str, encoding: str) -> int:
+        with self.open("w", encoding=encoding) as file:
+            file.write(text[:3])
+        raise error
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(ConfigError if isinstance(error, OSError) else KeyboardInterrupt):
+        write_svg("<svg>another</svg>", path)
+    assert path.read_text(encoding="utf-8") == "<svg/>"
+    assert list(tmp_path.iterdir()) == [path]

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from draftwise.bench.accept import AcceptRow
-from draftwise.charts import COLOURS
+from draftwise.charts import COLOURS, write_svg
 from draftwise.errors import ConfigError
 
 _PANELS: tuple[tuple[str, Callable[[AcceptRow], float]], ...] = (
@@ -25,7 +25,7 @@ def draw_accept(rows: Sequence[AcceptRow], path: Path) -> None:
     """
     check_plot(path)
     if path.suffix == ".svg":
-        path.write_text(accept_svg(rows), encoding="utf-8")
+        write_svg(accept_svg(rows), path)
     else:
         _draw_png(rows, path)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from draftwise.charts import write_svg
+
 Series = Mapping[str, Sequence[tuple[float, float]]]
 """Name -> points (x, y)."""
 
@@ -21,7 +23,7 @@ def draw_history(history: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     if find_spec("matplotlib") is not None:
         return _draw_png(panels, folder / "training.png")
     path = folder / "training.svg"
-    path.write_text(svg(panels), encoding="utf-8")
+    write_svg(svg(panels), path, "training")
     return path
 
 
