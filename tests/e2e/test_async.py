@@ -322,6 +322,26 @@ def test_a_closed_loop_ends_its_requests(tiny: TinyModels) -> None:
     llm.close()
 
 
+def test_a_loop_that_is_closed_while_a_request_is_prepared_keeps_nothing(tiny: TinyModels) -> None:
+    """As programs do that call run_until_complete and close their loop, instead of asyncio.run."""
+    llm = make(tiny)
+
+    async def submit(num_samples: int) -> Any:
+        return llm.submit(random_prompts(1)[0], GREEDY.replace(n=num_samples), "mine")
+
+    async def read() -> RequestOutput:
+        return [output async for output in await submit(1)][-1]
+
+    for _ in range(3):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(submit(100))  # so many are prepared in a thread
+        loop.close()
+    loop = asyncio.new_event_loop()
+    assert loop.run_until_complete(asyncio.wait_for(read(), 20)).finished
+    loop.close()
+    llm.close()
+
+
 def test_one_thread_tells_of_the_cache(tiny: TinyModels) -> None:
     """Else what was cached before it was cleared could be told afterwards, and be looked for in vain."""
     told: list[tuple[str, type]] = []

@@ -156,9 +156,11 @@ class AsyncLLM(Health, Absent):
         numbers = numbers or processor.take_numbers(params.n)
         with self._wakeup:
             self._thread.check_alive()
+            readers = self._readers.get(loop)
+            if readers is None:
+                self._forget_closed_loops()
             if name in self._streams:
                 raise RequestError(f"request id {name!r} is in use")
-            readers = self._readers.get(loop)
             if readers is None:
                 readers = self._readers[loop] = Readers(loop, self._max_chunk_rate)
             stream = RequestStream(
@@ -243,6 +245,13 @@ class AsyncLLM(Health, Absent):
                 if stopped:  # a reader may still wait for an output: it says "abort"
                     wake({stream: True})
                 self._wakeup.notify()
+
+    def _forget_closed_loops(self) -> None:
+        """Forget requests that were being prepared when their event loop was closed: nothing tells us of them any more.
+        Called with the lock held."""
+        for stream in list(self._streams.values()):
+            if stream.readers.loop.is_closed():
+                self.forget(stream)
 
     def abort(self, request_id: str) -> bool:
         """Stop a request; its iterator ends with ``finish_reason == "abort"``. False if it is not running."""
