@@ -15,6 +15,7 @@ import torch
 
 from draftwise import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from draftwise.attention.torch_static import TorchStaticAttention
+from draftwise.errors import EngineDeadError
 from draftwise.kernels.handles import Linear
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVStorage
@@ -121,3 +122,24 @@ def test_an_asynchronous_engine_that_nobody_has_is_gone(close: bool) -> None:
         thread.join(30)
     assert alive() - before == Counter()
     assert engine_threads() <= threads
+
+
+@pytest.mark.parametrize("make", [LLM, AsyncLLM])
+@pytest.mark.usefixtures("no_collector")
+def test_a_closed_engine_that_is_still_held_keeps_no_models(make: Any) -> None:
+    """As the attribute of an object, or the variable of a notebook, holds it."""
+    make(num_kv_blocks=40).close()  # what is made once per process
+    gc.collect()
+    before = alive()
+    llm = make(num_kv_blocks=40, speculative_config={"method": "mtp"})
+    assert alive() - before != Counter()
+    llm.close()
+    assert alive() - before == Counter()
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.generate("def f(x):") if make is LLM else asyncio.run(last_of(llm))
+    llm.close()
+
+
+async def last_of(llm: AsyncLLM) -> None:
+    async for _ in llm.generate("def f(x):"):
+        pass

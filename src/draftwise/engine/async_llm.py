@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
@@ -422,12 +423,14 @@ class AsyncLLM(Health, Absent):
     # ------------------------------------------------------------------------------------------ life cycle
 
     def close(self) -> None:
-        """Stop the engine. Readers of running requests get EngineDeadError. Closing twice is allowed."""
+        """Stop the engine, and let go of models and caches; `config`, `stats` and the tokenizer stay. Readers of running
+        requests get EngineDeadError. Closing twice is allowed."""
         if not self._thread.close():
             return
         self._workers.close()
         self._thread.join()
         self._engine.core.close()
+        self._engine = dataclasses.replace(self._engine, device=None)  # a closed engine may be held for long
 
     shutdown = close
     """vLLM's name."""

@@ -13,7 +13,7 @@ import torch
 
 from draftwise.kv.events import CacheEvent
 from draftwise.models.lora.low_rank import LowRank
-from draftwise.runner.executor import Executor
+from draftwise.runner.executor import ClosedExecutor, Executor
 from draftwise.sched.request import Request, RequestUpdate, SpeculationCounts
 from draftwise.sched.scheduler import Scheduler
 from draftwise.types import StepResult
@@ -266,6 +266,9 @@ class EngineCore:
         self._closers.append(closer)
 
     def close(self) -> None:
+        """Let go of models and memory, also where this object is still held."""
         self.executor.close()
+        self.executor = ClosedExecutor()
+        self.adapters.clear()
         for closer in self._closers:
             closer()

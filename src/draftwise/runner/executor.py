@@ -87,3 +87,16 @@ class Executor(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release models and memory."""
+
+
+class ClosedExecutor(Executor):
+    """What is left of one that was closed."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        raise EngineDeadError("the engine was closed")
+
+    def check_adapter(self, adapter: Mapping[str, LowRank]) -> None:
+        raise EngineDeadError("the engine was closed")
+
+    def close(self) -> None:
+        """Nothing is left to release."""
