@@ -423,8 +423,8 @@ class AsyncLLM(Health, Absent):
     # ------------------------------------------------------------------------------------------ life cycle
 
     def close(self) -> None:
-        """Stop the engine, and let go of models and caches; `config`, `stats` and the tokenizer stay. Readers of running
-        requests get EngineDeadError. Closing twice is allowed."""
+        """Stop the engine, and let go of models and caches; `config`, `stats` and the tokenizer stay. Readers of
+        running requests get EngineDeadError. Closing twice is allowed."""
         if not self._thread.close():
             return
         self._workers.close()
