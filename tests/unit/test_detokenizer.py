@@ -350,6 +350,23 @@ def test_a_character_begun_inside_a_stop_string_is_whole_when_that_goes_on_other
     assert deltas == ["", "", "", "EN", "漢x"]
 
 
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
+@pytest.mark.parametrize("text", ["1 € 2", "😀", "1 \ufffd 2"])
+def test_the_replacement_character_stops_where_it_is_the_text(
+    make: Callable[[], Tokenizer], text: str
+) -> None:
+    """What is half a character for a moment is none yet."""
+    tokenizer = make()
+    ids = tokenizer.encode(text).ids
+    found = IncrementalDetokenizer(tokenizer, stop=StopStrings(["\ufffd"]))
+    match = next(filter(None, map(found.push, ids)), None)
+    assert match == (StopMatch("\ufffd") if "\ufffd" in text else None)
+    cut = IncrementalDetokenizer(tokenizer, stop=StopStrings(["\ufffd"]))
+    assert not any(map(cut.push, tokenizer.encode("1 €").ids[:-1]))
+    cut.finish()
+    assert not cut.stopped and cut.text.endswith("\ufffd")
+
+
 def test_nothing_follows_a_stop_string() -> None:
     detokenizer = IncrementalDetokenizer(Letters(["ab", "c"]), stop=StopStrings(["b"]))
     assert detokenizer.push(0) == StopMatch("b")
