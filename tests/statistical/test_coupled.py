@@ -8,7 +8,7 @@ from world import CHAINS, World, simulate
 
 from draftwise.sampling.params import SamplingParams
 
-TRIALS = 400
+TRIALS = 150
 LENGTH = 12
 
 

@@ -1,7 +1,8 @@
 """Trees as drafters really make them (`draft_trees`): whatever shape they take, the output is the target's.
 
 The negative controls do what looks harmless: sample children as q says, then keep the best by the drafter's
-probabilities (re-ranking what was drawn), or take the fourth child drawn where the shape skips the third.
+probabilities (re-ranking what was drawn), or take the fourth child drawn where the shape skips the third. With the
+2,500 trials of every run their statistic is 3.5 times the limit and more. What is caught: `test_lossless`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from draftwise.sampling.params import SamplingParams
 from draftwise.sampling.state import SamplingState
 from draftwise.types import IntArray, Proposal
 
-TRIALS = 4_700
 SHAPE = [[0], [1], [3], [0, 0], [0, 2], [1, 0], [0, 0, 0]]
 DYNAMIC = DynamicTree(top_k=3, depth=3)
 RULES = ("rejection", "block", "coupled")
@@ -67,49 +67,49 @@ MAKERS = {
         )
     ],
 )
-def test_drafted_trees(maker: str, rule: str, temperature: float) -> None:
+def test_drafted_trees(maker: str, rule: str, temperature: float, trials: int) -> None:
     world = World.random(5, seed=51)
     params = SamplingParams(temperature=temperature)
-    out = simulate(world, rule, TRIALS, 3, params=params, drafter=MAKERS[maker])
+    out = simulate(world, rule, trials, 3, params=params, drafter=MAKERS[maker])
     assert out.accepted > out.steps / 3
     assert_same_distribution(out.cells(5), world.exact(params, 3))
 
 
-def test_with_all_parameters() -> None:
+def test_with_all_parameters(trials: int) -> None:
     """Truncation leaves fewer children than the shape wants; penalties depend on each node's path."""
     world = World.random(5, seed=52, spread=1.0)
     params = SamplingParams(
         temperature=0.9, top_k=3, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2
     )
     for make in (drafter(tree=SHAPE), drafter(dynamic=DYNAMIC, nodes=6)):
-        out = simulate(world, "rejection", TRIALS, 3, params=params, drafter=make)
+        out = simulate(world, "rejection", trials, 3, params=params, drafter=make)
         assert_same_distribution(out.cells(5), world.exact(params, 3))
 
 
-def test_siblings_that_q_has_no_float32_for() -> None:
+def test_siblings_that_q_has_no_float32_for(trials: int) -> None:
     """At a low temperature all of q is the first child's; the next ones are drawn from what rounded to 0."""
     target, draft = torch.tensor([0.0, 0.0, -9.0, -9.0, 0.005]), torch.tensor([-2.0, -3.0, 0.0, -9.0, -3.0])
     world = World(target.expand(5, 5), draft.expand(5, 5))
     params = SamplingParams(temperature=0.01)
-    out = simulate(world, "rejection", TRIALS, 2, params=params, drafter=drafter(tree=[[0], [1], [2]]))
+    out = simulate(world, "rejection", trials, 2, params=params, drafter=drafter(tree=[[0], [1], [2]]))
     assert_same_distribution(out.cells(5), world.exact(params, 2))
 
 
-def test_a_draft_vocabulary_without_one_allowed_token() -> None:
+def test_a_draft_vocabulary_without_one_allowed_token(trials: int) -> None:
     world = World.random(6, seed=56)
     params = SamplingParams(allowed_token_ids=[3, 4, 5])
     for rule in ("rejection", "coupled"):
         make = drafter(own_vocab=3, tree=[[0], [1], [0, 0]])
-        out = simulate(world, rule, TRIALS, 2, params=params, drafter=make)
+        out = simulate(world, rule, trials, 2, params=params, drafter=make)
         assert_same_distribution(out.cells(6), world.exact(params, 2))
 
 
-def test_trees_cut_without_looking() -> None:
+def test_trees_cut_without_looking(trials: int) -> None:
     """What a controller does: verify the first n nodes."""
     world = World.random(5, seed=53)
     for make in (drafter(tree=SHAPE), drafter(dynamic=DYNAMIC, nodes=8)):
         out = simulate(
-            world, "rejection", TRIALS, 3, drafter=make, cut=lambda trial, step: (trial + step) % 8
+            world, "rejection", trials, 3, drafter=make, cut=lambda trial, step: (trial + step) % 8
         )
         assert_same_distribution(out.cells(5), world.exact(SamplingParams(), 3))
 
@@ -143,19 +143,18 @@ def _best(proposal: Proposal, keep: int) -> Proposal:
     )
 
 
-def test_reranking_what_was_drawn_is_caught() -> None:
+def test_reranking_what_was_drawn_is_caught(trials: int) -> None:
     world = World.random(4, seed=54)
     make = drafter(tree=[[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]])
     exact = world.exact(SamplingParams(), 3)
-    assert_same_distribution(simulate(world, "rejection", TRIALS, 3, drafter=make).cells(4), exact)
-    assert_caught(simulate(world, "rejection", TRIALS, 3, drafter=reranked(make, 3)).cells(4), exact)
+    assert_same_distribution(simulate(world, "rejection", trials, 3, drafter=make).cells(4), exact)
+    assert_caught(simulate(world, "rejection", trials, 3, drafter=reranked(make, 3)).cells(4), exact)
 
 
-def test_skipping_ranks_of_what_was_drawn_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipping_ranks_of_what_was_drawn_is_caught(monkeypatch: pytest.MonkeyPatch, trials: int) -> None:
     world = World.random(5, seed=55, noise=2.0)
     make = drafter(tree=[[0], [2]])
     exact = world.exact(SamplingParams(), 2)
-    trials = 12_000
     assert_same_distribution(simulate(world, "rejection", trials, 2, drafter=make).cells(5), exact)
     real: Callable[..., None] = StaticTree.__init__
 

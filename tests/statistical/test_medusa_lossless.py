@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.medusa import random_heads, save_medusa
-from tests.statistical.test_end_to_end import LENGTH, PROMPT, TRIALS, VOCAB, chi_square, exact, folders
+from tests.statistical.test_end_to_end import (
+    LENGTH,
+    MANY,
+    PROMPT,
+    TRIALS,
+    VOCAB,
+    chi_square,
+    exact,
+    folders,
+)
 
 from draftwise import LLM, SamplingParams
 
@@ -18,26 +27,36 @@ __all__ = ["folders"]
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 
+_RULE = {"rule": "rejection"}
+_DYNAMIC = {"speculative_dynamic_tree": {"top_k": 3, "depth": 3}, "num_speculative_tokens": 6}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "chain": (_RULE, {}),
+    "static tree, few tokens": (_RULE | {"speculative_token_tree": TREE}, {"temperature": 0.6, "top_k": 5}),
+    "dynamic tree": (_RULE | _DYNAMIC, {}),
+}
+MORE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "block": ({"rule": "block"}, {}),
+    "static tree": (_RULE | {"speculative_token_tree": TREE}, {}),
+}
+"""For the slow tests alone."""
+
+
 @pytest.mark.parametrize(
-    ("speculation", "more"),
+    ("speculation", "more", "trials"),
     [
-        ({"rule": "rejection"}, {}),
-        pytest.param({"rule": "block"}, {}, marks=pytest.mark.slow),
-        pytest.param({"rule": "rejection", "speculative_token_tree": TREE}, {}, marks=pytest.mark.slow),
-        ({"rule": "rejection", "speculative_token_tree": TREE}, {"temperature": 0.6, "top_k": 5}),
-        (
-            {
-                "rule": "rejection",
-                "speculative_dynamic_tree": {"top_k": 3, "depth": 3},
-                "num_speculative_tokens": 6,
-            },
-            {},
+        *(pytest.param(*case, TRIALS, id=name) for name, case in CASES.items()),
+        *(
+            pytest.param(*case, MANY, id=f"{name}, many", marks=pytest.mark.slow)
+            for name, case in (CASES | MORE).items()
         ),
     ],
-    ids=["chain", "block", "static tree", "static tree, few tokens", "dynamic tree"],
 )
 def test_outputs_follow_the_target(
-    folders: tuple[str, str, str], tmp_path: Path, speculation: dict[str, Any], more: dict[str, Any]
+    folders: tuple[str, str, str],
+    tmp_path: Path,
+    speculation: dict[str, Any],
+    more: dict[str, Any],
+    trials: int,
 ) -> None:
     target, *_ = folders
     heads = save_medusa(tmp_path, random_heads(32, VOCAB, heads=3, seed=1), 3)
@@ -55,12 +74,12 @@ def test_outputs_follow_the_target(
     ) as llm:
         counts = np.zeros(VOCAB**LENGTH)
         accepted = 0
-        for output in llm.generate([{"prompt_token_ids": PROMPT}] * TRIALS, params):
+        for output in llm.generate([{"prompt_token_ids": PROMPT}] * trials, params):
             a, b, c = output.outputs[0].token_ids[:LENGTH]
             counts[(a * VOCAB + b) * VOCAB + c] += 1
             accepted += output.metrics.speculation.num_accepted_tokens
     p = exact(target, params)
-    assert accepted > 0.02 * TRIALS, "nothing was accepted: the test would show nothing"
+    assert accepted > 0.02 * trials, "nothing was accepted: the test would show nothing"
     statistic, threshold = chi_square(counts, p)
     assert statistic < threshold
     wrong = p**1.15

@@ -17,7 +17,6 @@ from draftwise.types import DrawKind, Proposal, Verification
 from draftwise.verify.base import VerifyRequest
 from draftwise.verify.native import NativeRules
 
-TRIALS = 4_700
 TREES = ((-1, -1, 0, 0, 1, 2), (-1, 0, -1, 0, -1, 2), (-1, -1, -1), (-1, 0, 1, 1, 1, 0))
 PARAMS = (
     SamplingParams(temperature=0.6),
@@ -50,9 +49,9 @@ def right() -> NativeRules:
 
 @pytest.mark.parametrize("params", PARAMS, ids=lambda p: f"{p.temperature}-{p.top_k}-{p.top_p}")
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
-def test_chains(rule: str, params: SamplingParams) -> None:
+def test_chains(rule: str, params: SamplingParams, trials: int) -> None:
     world = World.random(4, seed=3)
-    out = simulate(world, rule, TRIALS, 3, shapes=[CHAINS[3]], params=params, kernels=right())
+    out = simulate(world, rule, trials, 3, shapes=[CHAINS[3]], params=params, kernels=right())
     assert 0.3 < out.accepted / out.drafted < 0.97
     assert_same_distribution(out.cells(4), world.exact(params, 3))
 
@@ -67,26 +66,26 @@ def test_chains(rule: str, params: SamplingParams) -> None:
         ("coupled", "fixed"),
     ],
 )
-def test_trees(rule: str, draw: DrawKind) -> None:
+def test_trees(rule: str, draw: DrawKind, trials: int) -> None:
     world = World.random(4, seed=21)
     params = SamplingParams(temperature=0.8)
-    out = simulate(world, rule, TRIALS, 3, shapes=TREES, draw=draw, params=params, kernels=right())
+    out = simulate(world, rule, trials, 3, shapes=TREES, draw=draw, params=params, kernels=right())
     assert out.accepted > out.steps / 3
     assert_same_distribution(out.cells(4), world.exact(params, 3))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_point_masses(rule: str) -> None:
+def test_point_masses(rule: str, trials: int) -> None:
     world = World.random(4, seed=8)
-    out = simulate(world, rule, TRIALS, 3, draw="fixed", params=PARAMS[0], kernels=right())
+    out = simulate(world, rule, trials, 3, draw="fixed", params=PARAMS[0], kernels=right())
     assert_same_distribution(out.cells(4), world.exact(PARAMS[0], 3))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_lengths_that_vary_without_looking(rule: str) -> None:
+def test_lengths_that_vary_without_looking(rule: str, trials: int) -> None:
     world = World.random(4, seed=5)
     out = simulate(
-        world, rule, TRIALS, 4, params=PARAMS[0], cut=lambda trial, step: (trial + step) % 4, kernels=right()
+        world, rule, trials, 4, params=PARAMS[0], cut=lambda trial, step: (trial + step) % 4, kernels=right()
     )
     assert_same_distribution(out.cells(4), world.exact(PARAMS[0], 4))
 
@@ -120,9 +119,13 @@ CHAIN: tuple[Shape, ...] = (CHAINS[3],)
     ],
 )
 def test_what_is_wrong_is_caught(
-    told: Callable[[Proposal], Proposal], rule: str, shapes: Sequence[Shape], draw: DrawKind
+    told: Callable[[Proposal], Proposal],
+    rule: str,
+    shapes: Sequence[Shape],
+    draw: DrawKind,
+    trials: int,
 ) -> None:
     world = World.random(4, seed=3)
     params = SamplingParams()
-    out = simulate(world, rule, 8_000, 3, shapes=shapes, draw=draw, params=params, kernels=Mistaken(told))
+    out = simulate(world, rule, trials, 3, shapes=shapes, draw=draw, params=params, kernels=Mistaken(told))
     assert_caught(out.cells(4), world.exact(params, 3))

@@ -1,5 +1,5 @@
 """Mistakes that break losslessness without any visible symptom. The tests must notice each of them, at the
-sizes the real tests use or with the trials stated here; a test that cannot fail proves nothing."""
+sizes the real tests use; a test that cannot fail proves nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from draftwise.types import Proposal
 from draftwise.verify import common, rejection
 from draftwise.verify.base import VerifyRequest
 
-TRIALS = 6_200
 PARAMS = SamplingParams()
 
 
@@ -27,11 +26,11 @@ def world_of(p: Sequence[float], q: Sequence[float]) -> World:
     return World(torch.tensor([p] * rows).log(), torch.tensor([q] * rows).log())
 
 
-def run(world: World, rule: str, trials: int = TRIALS, length: int = 3, k: int = 3, **kw: object) -> object:
-    return simulate(world, rule, trials, length, shapes=[CHAINS[k]], **kw).cells(world.vocab)  # type: ignore[arg-type]
+def run(world: World, rule: str, trials: int, **kw: object) -> object:
+    return simulate(world, rule, trials, 3, shapes=[CHAINS[3]], **kw).cells(world.vocab)  # type: ignore[arg-type]
 
 
-def test_accepting_on_the_wrong_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepting_on_the_wrong_ratio(monkeypatch: pytest.MonkeyPatch, trials: int) -> None:
     world = World.random(4, seed=3)
     real = rejection.gather_drafts
 
@@ -39,12 +38,12 @@ def test_accepting_on_the_wrong_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
         p_of, q_of = real(*args)  # type: ignore[arg-type]
         return p_of, [None if qx is None else [0.5 * q for q in qx] for qx in q_of]
 
-    assert_same_distribution(run(world, "rejection"), world.exact(PARAMS, 3))
+    assert_same_distribution(run(world, "rejection", trials), world.exact(PARAMS, 3))
     monkeypatch.setattr(rejection, "gather_drafts", halved)
-    assert_caught(run(world, "rejection"), world.exact(PARAMS, 3))
+    assert_caught(run(world, "rejection", trials), world.exact(PARAMS, 3))
 
 
-def test_recovering_from_p_instead_of_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovering_from_p_instead_of_the_residual(monkeypatch: pytest.MonkeyPatch, trials: int) -> None:
     world = World.random(4, seed=3)
     real = rejection.finish
 
@@ -52,10 +51,10 @@ def test_recovering_from_p_instead_of_the_residual(monkeypatch: pytest.MonkeyPat
         return real(requests, [rejection.End(end.path, end.p_row) for end in ends], p)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rejection, "finish", from_p)
-    assert_caught(run(world, "rejection"), world.exact(PARAMS, 3))
+    assert_caught(run(world, "rejection", trials), world.exact(PARAMS, 3))
 
 
-def test_one_key_for_draft_and_recovered_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_key_for_draft_and_recovered_token(monkeypatch: pytest.MonkeyPatch, trials: int) -> None:
     """The recovered token drawn with the uniform that drew the rejected draft."""
     world = world_of((0.4, 0.4, 0.2), (0.2, 0.3, 0.5))
 
@@ -64,12 +63,12 @@ def test_one_key_for_draft_and_recovered_token(monkeypatch: pytest.MonkeyPatch) 
         base = state.num_tokens
         return uniform(state.seed, state.sample_index, DRAFT, base + depth, node + 1, base)
 
-    assert_same_distribution(run(world, "rejection"), world.exact(PARAMS, 3))
+    assert_same_distribution(run(world, "rejection", trials), world.exact(PARAMS, 3))
     monkeypatch.setattr(rejection, "recover_uniform", drafts_uniform)
-    assert_caught(run(world, "rejection"), world.exact(PARAMS, 3))
+    assert_caught(run(world, "rejection", trials), world.exact(PARAMS, 3))
 
 
-def test_one_key_for_draft_and_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_key_for_draft_and_acceptance(monkeypatch: pytest.MonkeyPatch, trials: int) -> None:
     world = World.random(4, seed=3)
 
     def drafts_uniform(request: VerifyRequest, node: int, depth: int) -> float:
@@ -78,10 +77,10 @@ def test_one_key_for_draft_and_acceptance(monkeypatch: pytest.MonkeyPatch) -> No
         return uniform(state.seed, state.sample_index, DRAFT, base - 1 + depth, node, base)
 
     monkeypatch.setattr(rejection, "accept_uniform", drafts_uniform)
-    assert_caught(run(world, "rejection"), world.exact(PARAMS, 3))
+    assert_caught(run(world, "rejection", trials), world.exact(PARAMS, 3))
 
 
-def test_noise_of_a_position_reused_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_of_a_position_reused_by_the_next_step(monkeypatch: pytest.MonkeyPatch, trials: int) -> None:
     """Noise keyed by position alone. Block verification looks at the noise of every drafted position; what it
     does not keep, the next step would draw, judge and recover with the same noise again."""
     world = world_of((0.6, 0.4), (0.4, 0.6))
@@ -90,13 +89,13 @@ def test_noise_of_a_position_reused_by_the_next_step(monkeypatch: pytest.MonkeyP
         return uniform(seed, n, stream, position)
 
     exact = world.exact(PARAMS, 3)
-    assert_same_distribution(run(world, "block"), exact)
+    assert_same_distribution(run(world, "block", trials), exact)
     monkeypatch.setattr(draw, "uniform", by_position)
     monkeypatch.setattr(common, "uniform", by_position)
-    assert_caught(run(world, "block"), exact)
+    assert_caught(run(world, "block", trials), exact)
 
 
-def test_dropping_drafts_because_they_look_unlikely() -> None:
+def test_dropping_drafts_because_they_look_unlikely(trials: int) -> None:
     world = world_of((0.5, 0.3, 0.2), (0.3, 0.5, 0.2))
 
     def confident(proposal: Proposal) -> Proposal:
@@ -106,11 +105,11 @@ def test_dropping_drafts_because_they_look_unlikely() -> None:
                 return proposal.prefix(i)
         return proposal
 
-    assert_same_distribution(run(world, "rejection"), world.exact(PARAMS, 3))
-    assert_caught(run(world, "rejection", drop=confident), world.exact(PARAMS, 3))
+    assert_same_distribution(run(world, "rejection", trials), world.exact(PARAMS, 3))
+    assert_caught(run(world, "rejection", trials, drop=confident), world.exact(PARAMS, 3))
 
 
-def test_sampled_drafts_judged_as_point_masses() -> None:
+def test_sampled_drafts_judged_as_point_masses(trials: int) -> None:
     """No mistake: the point-mass form is right for any token that was chosen independently of the noise that
     judges it. Here to show that the controls do not cry wolf."""
     world = World.random(4, seed=3)
@@ -118,11 +117,11 @@ def test_sampled_drafts_judged_as_point_masses() -> None:
     def forget_q(proposal: Proposal) -> Proposal:
         return Proposal(proposal.tokens, proposal.parents, "test")
 
-    assert_same_distribution(run(world, "rejection", drop=forget_q), world.exact(PARAMS, 3))
+    assert_same_distribution(run(world, "rejection", trials, drop=forget_q), world.exact(PARAMS, 3))
 
 
 @pytest.mark.parametrize("told", ["independent", "fixed"])
-def test_siblings_drawn_otherwise_than_told(told: str) -> None:
+def test_siblings_drawn_otherwise_than_told(told: str, trials: int) -> None:
     """Drawn without replacement, judged as something else."""
     world = world_of((0.55, 0.15, 0.3), (0.2, 0.6, 0.2))
     exact = world.exact(PARAMS, 3)
@@ -131,9 +130,9 @@ def test_siblings_drawn_otherwise_than_told(told: str) -> None:
     def lie(proposal: Proposal) -> Proposal:
         return Proposal(proposal.tokens, proposal.parents, "test", told, proposal.q, proposal.q_rows)  # type: ignore[arg-type]
 
-    honest = simulate(world, "rejection", TRIALS, 3, shapes=shapes, draw="without_replacement")
+    honest = simulate(world, "rejection", trials, 3, shapes=shapes, draw="without_replacement")
     assert_same_distribution(honest.cells(3), exact)
-    lying = simulate(world, "rejection", TRIALS, 3, shapes=shapes, draw="without_replacement", drop=lie)
+    lying = simulate(world, "rejection", trials, 3, shapes=shapes, draw="without_replacement", drop=lie)
     if told == "fixed":  # again harmless: a point mass may be any token
         assert_same_distribution(lying.cells(3), exact)
     else:

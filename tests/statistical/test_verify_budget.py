@@ -18,7 +18,7 @@ from draftwise.adapt.choice import Drafter, Group
 from draftwise.sampling.params import SamplingParams
 from draftwise.types import Proposal
 
-TRIALS, LENGTH, K = 6_200, 3, 3
+LENGTH, K = 3, 3
 PARAMS = SamplingParams()
 SKEWED = World(
     torch.tensor([[0.5, 0.3, 0.2]] * 3).log(),
@@ -53,7 +53,7 @@ class Budget:
             self._drafters[trial].before = outcome(verified, accepted)
 
 
-def run(rule: str, budget: Budget, world: World) -> Outcome:
+def run(rule: str, budget: Budget, world: World, trials: int) -> Outcome:
     """`simulate`, telling the budget what came of each step."""
     totals: dict[int, int] = {}
     verified: dict[int, int] = {}
@@ -76,13 +76,13 @@ def run(rule: str, budget: Budget, world: World) -> Outcome:
             lengths[state.seed] = len(ids)  # type: ignore[attr-defined]
         return _draft(world, rule, CHAINS[K], "independent", states, known)  # type: ignore[arg-type]
 
-    return simulate(world, rule, TRIALS, LENGTH, cut=cut, drafter=drafter)
+    return simulate(world, rule, trials, LENGTH, cut=cut, drafter=drafter)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
-def test_a_budget_by_history_keeps_the_distribution(rule: str) -> None:
+def test_a_budget_by_history_keeps_the_distribution(rule: str, trials: int) -> None:
     budget = Budget({ANY: 2, after(NOTHING): 0, after(SOME): 1, after(ALL): 3})
-    found = run(rule, budget, SKEWED)
+    found = run(rule, budget, SKEWED, trials)
     assert_same_distribution(found.cells(3), SKEWED.exact(PARAMS, LENGTH))
     assert {(NOTHING, 0), (None, 2), (ALL, 3)} <= budget.seen, "cuts were not exercised"
 
@@ -97,14 +97,14 @@ def confident(proposal: Proposal) -> Proposal:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_cut_by_the_drawn_tokens_confidence_is_caught(rule: str) -> None:
+def test_a_cut_by_the_drawn_tokens_confidence_is_caught(rule: str, trials: int) -> None:
     """The negative control: what the budget must not do."""
-    found = simulate(SKEWED, rule, TRIALS, LENGTH, shapes=[CHAINS[K]], drop=confident)
+    found = simulate(SKEWED, rule, trials, LENGTH, shapes=[CHAINS[K]], drop=confident)
     assert_caught(found.cells(3), SKEWED.exact(PARAMS, LENGTH))
 
 
 @pytest.mark.parametrize("form", ["point mass", "coupled"])
-def test_where_confidence_would_be_harmless(form: str) -> None:
+def test_where_confidence_would_be_harmless(form: str, trials: int) -> None:
     """The text is the target's own draw, or the draft is a fixed guess: a cut of any kind changes nothing."""
 
     def as_point_mass(proposal: Proposal) -> Proposal:
@@ -112,5 +112,5 @@ def test_where_confidence_would_be_harmless(form: str) -> None:
         return Proposal(kept.tokens, kept.parents, "test")
 
     rule, drop = ("coupled", confident) if form == "coupled" else ("rejection", as_point_mass)
-    found = simulate(SKEWED, rule, TRIALS, LENGTH, shapes=[CHAINS[K]], drop=drop)
+    found = simulate(SKEWED, rule, trials, LENGTH, shapes=[CHAINS[K]], drop=drop)
     assert_same_distribution(found.cells(3), SKEWED.exact(PARAMS, LENGTH))
