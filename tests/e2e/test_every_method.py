@@ -73,9 +73,22 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     made.close()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("case", "rule", "place"),
+    [
+        pytest.param(
+            case,
+            rule,
+            place,
+            id=f"{case_id(case)}-{rule}-{place}",
+            # each case in both places and under both rules, in turns; --all: with all of them
+            marks=[pytest.mark.slow] if (i + j + k) % 2 else [],
+        )
+        for i, case in enumerate(CASES)
+        for j, rule in enumerate(RULES)
+        for k, place in enumerate(PLACES)
+    ],
+)
 def test_text_is_that_of_plain_decoding(
     engines: Engines, case: tuple[str, str, str], rule: str, place: str
 ) -> None:
