@@ -121,8 +121,20 @@ def run(
     return [said, texts] if rounds > 1 else [said, texts, seen]
 
 
-@pytest.mark.parametrize("case", ASKED, ids=case_id)
-@pytest.mark.parametrize("rule", ["greedy", "rejection", "coupled", "all"])
+@pytest.mark.parametrize(
+    ("rule", "case"),
+    [
+        pytest.param(
+            rule,
+            case,
+            id=f"{rule}-{case_id(case)}",
+            # each case under two rules, in turns; --all: under all
+            marks=[pytest.mark.slow] if (i + j) % 2 else [],
+        )
+        for i, rule in enumerate(("greedy", "rejection", "coupled", "all"))
+        for j, case in enumerate(ASKED)
+    ],
+)
 def test_the_same_as_request_by_request(
     engines: Engines, case: tuple[str, str, str], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
