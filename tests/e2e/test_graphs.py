@@ -103,8 +103,15 @@ def piecewise(llm: LLM) -> dict[str, int]:
     return {n: p.num_piecewise for n, p in graphed(llm).items() if isinstance(p, GraphedDecoder)}
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "method"),
+    [
+        # each method greedily and under one other rule, in turns; --all: under all
+        pytest.param(rule, method, marks=[] if i in (0, 1 + j % 2) else [pytest.mark.slow])
+        for i, rule in enumerate(RULES)
+        for j, method in enumerate(METHODS)
+    ],
+)
 def test_text_is_that_without_graphs(engines: Engines, method: str, rule: str) -> None:
     params = RULES[rule]
     given = {**(params.speculation or {}), "method": method}
@@ -132,8 +139,14 @@ def test_trees(engines: Engines, method: str, shape: str) -> None:
     assert token_ids(engines.piecewise.generate(engines.prompts, params)) == wanted
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize(
+    ("rule", "method"),
+    [
+        pytest.param(rule, method, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, rule in enumerate(("greedy", "coupled"))
+        for j, method in enumerate(METHODS)
+    ],
+)
 def test_all_in_pieces(engines: Engines, method: str, rule: str) -> None:
     """Prompts in chunks of up to 48 rows, of which those over 32 fit no pass; requests that join while others decode;
     and, the second time, prompts whose beginnings are in the cache."""

@@ -49,8 +49,20 @@ def engine(
     return make_llm(speculative_config=config, speculation_control="static", keep_trace=True, **options)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        pytest.param(
+            options,
+            name,
+            id=f"{place}-{name}",
+            # each place with every other form, in turns; --all: with all
+            marks=[pytest.mark.slow] if (i + j) % 2 else [],
+        )
+        for i, (place, options) in enumerate(OPTIONS.items())
+        for j, name in enumerate(SHAPES)
+    ],
+)
 def test_drafts_are_those_over_the_whole_text(
     make_llm: Callable[..., LLM],
     plain_text: PlainText,
