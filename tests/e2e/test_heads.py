@@ -108,8 +108,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", SHAPES)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        pytest.param(
+            options,
+            method,
+            id=f"{name}-{method}",
+            # each place with one method, in turns; --all: with both
+            marks=[pytest.mark.slow] if (i + j) % 2 else [],
+        )
+        for i, (name, options) in enumerate(OPTIONS.items())
+        for j, method in enumerate(SHAPES)
+    ],
+)
 def test_drafts_are_those_over_the_whole_text(
     make_llm: Callable[..., LLM],
     plain_text: PlainText,
@@ -227,8 +239,16 @@ def test_chains_are_time_in_the_heads_passes(
     assert stats.draft_forward_time > 0
 
 
-@pytest.mark.parametrize("method", SHAPES)
-@pytest.mark.parametrize("steps", [range(4, 12), range(12), range(6, 7)], ids=["later", "prompt", "one"])
+@pytest.mark.parametrize(
+    ("steps", "method"),
+    [
+        pytest.param(steps, method, id=f"{name}-{method}", marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, (name, steps) in enumerate(
+            {"later": range(4, 12), "prompt": range(12), "one": range(6, 7)}.items()
+        )
+        for j, method in enumerate(SHAPES)
+    ],
+)
 def test_what_a_head_was_not_told_of_leaves_a_gap(
     make_llm: Callable[..., LLM],
     target: Target,

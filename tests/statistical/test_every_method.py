@@ -89,12 +89,23 @@ ELSEWHERE = {
     ("methods", "medusa", "dynamic"),
 }
 """By rejection in `test_end_to_end` and `test_medusa_lossless`, with more trials."""
+KIN = {
+    ("methods", "draft_model", "dynamic"),  # as early_exit
+    ("methods", "eagle", "static"),  # as eagle3
+    ("methods", "mtp", "static"),  # as three layers
+    ("other forms", "mtp", "dynamic"),  # as one layer
+    ("methods", "dflash", "static"),  # as dspark
+    ("other forms", "dflash", "dynamic"),  # as dflash
+    ("methods", "early_exit", "static"),  # as draft_model
+    ("methods", "suffix", "static"),
+}
+"""Trees that a drafter of the same kind draws as well; each method keeps chains and one form of trees."""
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case_id(case), marks=[pytest.mark.slow] if case in ELSEWHERE else [])
+        pytest.param(case, id=case_id(case), marks=[pytest.mark.slow] if case in ELSEWHERE | KIN else [])
         for case in CASES
     ],
 )
