@@ -44,8 +44,15 @@ def said(llm: LLM) -> tuple[list[Any], int]:
     return found, scheduler._step - before
 
 
-@pytest.mark.parametrize("control", ["static", "adaptive"])
-@pytest.mark.parametrize("method", ["none", "suffix", "mtp", "hybrid", "medusa"])
+@pytest.mark.parametrize(
+    ("method", "control"),
+    [
+        # each method under one control, in turns; --all: under both
+        pytest.param(method, control, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, method in enumerate(("none", "suffix", "mtp", "hybrid", "medusa"))
+        for j, control in enumerate(("static", "adaptive"))
+    ],
+)
 def test_the_same_text_from_fewer_steps(method: str, control: str) -> None:
     native_or_skip()
     options: dict[str, Any] = {"speculative_config": {"method": method}, "speculation_control": control}
@@ -68,13 +75,20 @@ DRAFTERS: list[dict[str, Any]] = [
     {"method": "medusa", "num_speculative_tokens": 3},
     {"method": "medusa", "num_speculative_tokens": 3, "speculative_token_tree": [[0], [1], [0, 0]]},
     {"method": "hybrid"},
-    {"method": "hybrid", "hybrid_lookup": "ngram", "hybrid_min_match": 2},
     {"method": "hybrid", "hybrid_lookup": "ngram", "hybrid_drafter": {"method": "draft_model"}},
+]
+MORE_DRAFTERS: list[dict[str, Any]] = [
+    {"method": "hybrid", "hybrid_lookup": "ngram", "hybrid_min_match": 2},
     {"method": "hybrid", "hybrid_drafter": {"method": "medusa", "num_speculative_tokens": 2}},
 ]
+"""For the slow tests alone: the parts of these stand above in other company."""
 
 
-@pytest.mark.parametrize("spec", DRAFTERS, ids=lambda spec: "-".join(map(str, spec.values())))
+@pytest.mark.parametrize(
+    "spec",
+    [*DRAFTERS, *(pytest.param(spec, marks=pytest.mark.slow) for spec in MORE_DRAFTERS)],
+    ids=lambda spec: "-".join(map(str, spec.values())),
+)
 def test_drafts_are_those_of_steps_with_one_round(
     spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +165,7 @@ def test_who_drafts_once_drafts_behind_the_first_round(method: str, monkeypatch:
     "spec",
     [
         {"method": "mtp"},
-        {"method": "eagle3"},
+        pytest.param({"method": "eagle3"}, marks=pytest.mark.slow),  # a head, as MTP
         {"method": "hybrid", "hybrid_lookup": "ngram"},
         {"method": "medusa"},
     ],

@@ -436,7 +436,11 @@ def test_draft_heads_side_by_side_and_schemas_at_temperature_1(make_llm: Callabl
     check_random_schemas(llm, 24, "heads", ["eagle3", "mtp", "medusa"])
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp", "medusa"])
+# every run: all three side by side, above
+@pytest.mark.parametrize(
+    "method",
+    ["eagle3", pytest.param("mtp", marks=pytest.mark.slow), pytest.param("medusa", marks=pytest.mark.slow)],
+)
 def test_200_schemas_at_temperature_1_with_a_draft_head(make_llm: Callable[..., LLM], method: str) -> None:
     check_random_schemas(make_llm(max_num_seqs=32, speculative_config=HEADS), 200, method, [method])
 
