@@ -34,7 +34,7 @@ FENCE = re.compile(
 SMALL = {
     "draftwise bench latency": "--prompts 1 --rounds 1 --output-tokens 8",
     "draftwise bench throughput": "--rounds 1 --output-tokens 4 --concurrency 1 2",
-    "draftwise bench accept": "--prompts 1 --output-tokens 8",
+    "draftwise bench accept": "--prompts 1 --output-tokens 8 --workloads edit",
     "draftwise demo": "--rounds 1 --max-tokens 8",
 }
 
