@@ -100,8 +100,24 @@ def check_drafts(target: Target, drafter: ReferenceBlock, prompt: list[int], out
     return checked
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("options", OPTIONS)
+# Places and forms are independent: two forms in every place, each form in one of these two; --all: in both.
+EVERYWHERE = ("z-lab", "dspark, rnn")
+FOR_ALL = ("chunks", "preemption")
+
+
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        pytest.param(
+            options,
+            form,
+            marks=[] if form in EVERYWHERE or options == FOR_ALL[i % 2] else [pytest.mark.slow],
+        )
+        for options in OPTIONS
+        for i, form in enumerate(FORMS)
+        if form in EVERYWHERE or options in FOR_ALL
+    ],
+)
 def test_drafts_are_those_over_the_whole_text(
     make_llm: Callable[..., LLM],
     plain_text: PlainText,
@@ -110,8 +126,6 @@ def test_drafts_are_those_over_the_whole_text(
     form: str,
     options: str,
 ) -> None:
-    if options not in ("chunks", "preemption") and form not in ("z-lab", "dspark, rnn"):
-        pytest.skip("places and forms are independent")
     folder, reference = drafters[form]
     prompts = random_prompts(7, seed=51)
     prompts += [dict(prompts[0]), {"prompt_token_ids": prompts[1]["prompt_token_ids"][:-3]}]
