@@ -42,7 +42,19 @@ def test_every_method_says_what_plain_decoding_says(pair: Pair, case: tuple[str,
 
 
 # Tokens of "synthetic" go with a request's number, which is another one in each engine.
-@pytest.mark.parametrize("case", [case for case in METHODS if case[1] != "synthetic"], ids=case_id)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case_id(case),
+            # each method in chains and in one form of trees, in turns; --all: in all
+            marks=[pytest.mark.slow] if case[2] == ("static", "dynamic")[i // 3 % 2] else [],
+        )
+        for i, case in enumerate(METHODS)
+        if case[1] != "synthetic"
+    ],
+)
 def test_rejection_draws_what_one_process_draws(pair: Pair, case: tuple[str, str, str]) -> None:
     _, method, shape = case
     pair.draw(method, shape)

@@ -116,9 +116,10 @@ def test_the_text_is_that_of_transformers(
     assert token_ids(llm.generate(PROMPTS[:1], params(method))) == plain[:1]  # alone
 
 
-def test_tight_engines(folders: dict[str, Folders]) -> None:
+@pytest.mark.parametrize("kind", ["falcon_h1", pytest.param("jamba", marks=pytest.mark.slow)])
+def test_tight_engines(folders: dict[str, Folders], kind: str) -> None:
     """Chunks, preemption, steps planned ahead, cancellation: requests that go leave nothing to those that come."""
-    found = folders["jamba"]
+    found = folders[kind]
     with engine(found) as llm:
         wanted = token_ids(llm.generate(PROMPTS, params()))
         many = [params(max_tokens=5, n=2, temperature=0.8, seed=i) for i in range(4)]
@@ -211,16 +212,25 @@ def test_prefixes_are_not_shared_and_words_are_said(
     assert [r for r in caplog.messages if "carries recurrent state" in r and "share no prefixes" in r]
 
 
-def test_trees_are_refused_in_the_configuration(folders: dict[str, Folders]) -> None:
-    drafter = {"method": "draft_model", "model": folders["mamba"].target}
-    for target, config, field in (
-        ("mamba", drafter | {"speculative_token_tree": [[0], [1]]}, "speculative_token_tree"),
-        ("mamba", drafter | {"speculative_dynamic_tree": {"top_k": 2}}, "speculative_dynamic_tree"),
-        ("llama", drafter | {"speculative_token_tree": [[0], [1]]}, "speculative_token_tree"),
-        ("llama", drafter | {"speculative_dynamic_tree": {"top_k": 2}}, "speculative_dynamic_tree"),
-    ):
-        with pytest.raises(ConfigError, match=f"{field}: the model carries recurrent state"):
-            LLM(folders[target].target, **OPTIONS, speculative_config=config)
+_TREES: dict[str, Any] = {
+    "speculative_token_tree": [[0], [1]],
+    "speculative_dynamic_tree": {"top_k": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "field"),
+    [
+        ("mamba", "speculative_token_tree"),
+        ("llama", "speculative_dynamic_tree"),
+        pytest.param("mamba", "speculative_dynamic_tree", marks=pytest.mark.slow),
+        pytest.param("llama", "speculative_token_tree", marks=pytest.mark.slow),
+    ],
+)
+def test_trees_are_refused_in_the_configuration(folders: dict[str, Folders], target: str, field: str) -> None:
+    drafter = {"method": "draft_model", "model": folders["mamba"].target, field: _TREES[field]}
+    with pytest.raises(ConfigError, match=f"{field}: the model carries recurrent state"):
+        LLM(folders[target].target, **OPTIONS, speculative_config=drafter)
 
 
 def test_memory_of_states_is_planned(folders: dict[str, Folders]) -> None:
@@ -277,11 +287,12 @@ def newest(self: StateStore, slot: int, context: int, final: int, end: int) -> B
 REAL = StateStore.begin
 
 
+@pytest.mark.parametrize("kind", ["falcon_h1", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_a_state_that_is_not_restored_is_found(
-    folders: dict[str, Folders], monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Folders], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: by the check at load, and by the text of these tests."""
-    found = folders["jamba"]
+    found = folders[kind]
     with engine(found) as llm:
         wanted = token_ids(llm.generate(PROMPTS, params("draft_model")))
         monkeypatch.setattr(StateStore, "begin", newest)
