@@ -111,3 +111,27 @@ def test_a_child_builds_although_a_thread_of_its_parent_was_building() -> None:
     leave.set()
     thread.join(60)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_threads_of_an_engine_are_its_own(
+    make_llm: Callable[..., LLM], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTWISE_KERNELS", kernels)
+    seen = []
+
+    def sees(_: Any, logits: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return logits
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        llm, wide = make_llm(num_threads=1), make_llm(num_threads=2)
+        assert torch.get_num_threads() == 3
+        for engine in (llm, wide):
+            engine.generate(random_prompts(1), GREEDY.replace(logits_processors=[sees], max_tokens=1))
+        assert seen == ([1, 2] if kernels == "torch" else [1, 1])  # native kernels have threads of their own
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

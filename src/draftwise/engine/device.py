@@ -29,6 +29,7 @@ from draftwise.engine.cache_size import (
 )
 from draftwise.engine.facts import DeviceFacts, Traits
 from draftwise.engine.states import check_drafters, plan_states
+from draftwise.engine.surroundings import torch_threads
 from draftwise.engine.tokenizing import end_tokens
 from draftwise.errors import ConfigError, ModelLoadError
 from draftwise.graphs.decoder import GraphedDecoder
@@ -103,11 +104,18 @@ def build_device(
 
     Raises ConfigError or ModelLoadError.
     """
-    assert config.model is not None, "resolve_engine_config names the embedded model"
     threads = default_threads(torch.get_num_threads())
     if ranks is not None and ranks.part.size > 1:
         threads = max(1, threads // ranks.part.size)
-    torch.set_num_threads(config.num_threads or threads)
+    threads = config.num_threads or threads
+    with torch_threads(threads):
+        return _build_device(config, clock, ranks, threads)
+
+
+def _build_device(
+    config: EngineConfig, clock: Callable[[], float], ranks: Ranks | None, threads: int
+) -> Device:
+    assert config.model is not None, "resolve_engine_config names the embedded model"
     device = torch.device(config.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -196,6 +204,7 @@ def build_device(
         grammars=grammars,
         seated=bool(config.async_scheduling),
         clock=clock,
+        threads=threads,
     )
     if executor.seats is not None and isinstance(model, GraphedDecoder):
         learned = config.speculation_control == "adaptive"

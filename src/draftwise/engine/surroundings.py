@@ -23,6 +23,18 @@ def own_device() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Torch has so many threads inside, and afterwards as many as the program gave it: an engine's number is its own.
+    Steps set theirs (`runner.own_threads`)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Alone:
     """One thread at a time is in ``with alone.take():``, and the same thread as often as it likes.
 

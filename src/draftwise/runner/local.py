@@ -73,10 +73,12 @@ class LocalExecutor(Executor):
         grammars: Grammars | None = None,
         seated: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        threads: int | None = None,
     ) -> None:
         """``grammars``: makes the cursors of requests with structured outputs; without it there may be none.
         ``rules``: kernels that verify; None: torch does. ``seated``: let requests decode on the device where they
-        can, if the model's passes are captured; steps then cannot be timed one by one."""
+        can, if the model's passes are captured; steps then cannot be timed one by one. ``threads``: torch's during a
+        step, where torch computes on a CPU; None: as many as it has."""
         self._model = model
         self._storage = storage
         self._block_size = block_size
@@ -87,7 +89,7 @@ class LocalExecutor(Executor):
         self._vocab_size = model.config.vocab_size
         # Native kernels have threads of their own. What torch does besides is small, and a second torch thread that
         # waits for more spins on a core the kernels want: with a busy neighbour, a softmax of 10 us took 10 ms.
-        self._torch_threads = 1 if model.same_bits and device.type == "cpu" else None
+        self._torch_threads = (1 if model.same_bits else threads) if device.type == "cpu" else None
         self._threads = thread_numbers()
         self._rows: dict[int, Row] = {}
         self._tables = BlockTables()
@@ -138,6 +140,13 @@ class LocalExecutor(Executor):
         if self.seats is not None:
             return self.launch(plan).finish()
         return self._here(lambda: self._execute(plan))
+
+    def forked(self) -> bool:
+        if (
+            self._torch_threads is not None
+        ):  # others stayed in the parent, and OpenMP would wait for them for ever
+            self._torch_threads = 1
+        return True
 
     @property
     def most_rounds(self) -> int:
