@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftwise import LLM, AsyncLLM, SamplingParams
+from draftwise import LLM, AsyncLLM, LLMEngine, SamplingParams
 from draftwise.engine.surroundings import Alone
+from draftwise.errors import ConfigError, RequestError
 from tests.e2e.conftest import random_prompts, token_ids
+from tests.fakes.tiny import TinyModels
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -135,3 +138,22 @@ def test_the_threads_of_an_engine_are_its_own(
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_engine_is_not_built_or_used_where_tensors_have_no_data(
+    make_llm: Callable[..., LLM], tiny: TinyModels
+) -> None:
+    """Native code would read at addresses that are none, and end the program."""
+    llm, stepped = make_llm(), LLMEngine(tiny.target, skip_tokenizer_init=True, num_kv_blocks=16)
+    prompts = random_prompts(1)
+    wanted = token_ids(llm.generate(prompts, GREEDY))
+    with FakeTensorMode():
+        for kind in (LLM, AsyncLLM):
+            with pytest.raises(ConfigError, match="tensors without data"):
+                kind()
+        with pytest.raises(RequestError, match="tensors without data"):
+            llm.generate(prompts, GREEDY)
+        with pytest.raises(RequestError, match="tensors without data"):
+            stepped.add_request("0", prompts[0], GREEDY)
+    stepped.close()
+    assert token_ids(llm.generate(prompts, GREEDY)) == wanted

@@ -21,7 +21,7 @@ from draftwise.engine.outputs import Guarantees
 from draftwise.engine.processor import Processor
 from draftwise.engine.publishing import CachePublisher
 from draftwise.engine.ranks import start_ranks
-from draftwise.engine.surroundings import building, own_device
+from draftwise.engine.surroundings import building, check_real, own_device
 from draftwise.errors import ConfigError
 from draftwise.kv.manager import KVManager
 from draftwise.models.base import DecoderModel
@@ -70,6 +70,7 @@ def build_engine(
     config: EngineConfig, clock: Callable[[], float] = time.perf_counter, *, keep_trace: bool = False
 ) -> Engine:
     """Load everything a config names. Raises ConfigError or ModelLoadError."""
+    check_real(ConfigError)
     with building.take(), own_device():
         return _build(config, clock, keep_trace)
 

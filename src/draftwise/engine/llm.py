@@ -24,7 +24,7 @@ from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
 from draftwise.engine.own_steps import OwnSteps
 from draftwise.engine.progress import RequestProgress, on_terminal
 from draftwise.engine.prompts import PromptLike, all_prompts, own_params, unlike_params
-from draftwise.engine.surroundings import own_device
+from draftwise.engine.surroundings import check_real, own_device
 from draftwise.engine.turns import Turns
 from draftwise.errors import RequestError, shown
 from draftwise.sampling.params import SamplingParams
@@ -95,6 +95,7 @@ class LLM(OwnSteps, Absent):
         if len(ranks) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(ranks)} priorities")
         adapters = _one_each(lora_request, len(many))
+        check_real(RequestError)
         with self._turns.take(), own_device():
             engine = self._alive()
             groups = [

@@ -17,7 +17,7 @@ from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.own_steps import OwnSteps
 from draftwise.engine.prompts import PromptLike, one_prompt, own_params
-from draftwise.engine.surroundings import own_device
+from draftwise.engine.surroundings import check_real, own_device
 from draftwise.errors import RequestError
 from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import RequestUpdate
@@ -62,6 +62,7 @@ class LLMEngine(OwnSteps):
         engine = self._alive()
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use")
+        check_real(RequestError)
         lease = engine.adapters.lease(lora_request, at_once)
         chosen = own_params(params)
         group = engine.processor.group(one_prompt(prompt), chosen, request_id, priority, lease=lease)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from draftwise import lifetime
+from draftwise.errors import DraftwiseError
 
 
 @contextmanager
@@ -21,6 +22,15 @@ def own_device() -> Iterator[None]:
         return
     with torch.device("cpu"):
         yield
+
+
+def check_real(refusal: type[DraftwiseError]) -> None:
+    """Raise ``refusal`` where torch makes tensors without memory, as in a `FakeTensorMode`: native code would read at
+    addresses that are none. Not for every step: it takes a microsecond."""
+    if type(torch.empty(0)) is not torch.Tensor:
+        raise refusal(
+            "torch makes tensors without data here, as in a FakeTensorMode: build and use engines outside of it"
+        )
 
 
 @contextmanager
