@@ -142,9 +142,8 @@ class LocalExecutor(Executor):
         return self._here(lambda: self._execute(plan))
 
     def forked(self) -> bool:
-        if (
-            self._torch_threads is not None
-        ):  # others stayed in the parent, and OpenMP would wait for them for ever
+        # other threads stayed in the parent, and OpenMP would wait for them for ever
+        if self._torch_threads is not None:
             self._torch_threads = 1
         return True
 
