@@ -327,8 +327,9 @@ def fp_8_flat(outputs: int, inputs: int, generator: torch.Generator) -> tuple[di
 def fp_8_spread(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
     """Blocks of 128 x 128, whose scales have two dimensions more."""
     codes = (torch.randn(outputs, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-    scale = torch.rand(1, 1, 1, 1, generator=generator) * 0.0004 + 0.0004
-    return {".weight": codes, ".weight_scale": scale}, codes.float() * scale.view(())
+    scales = torch.rand(-(-outputs // 128), 1, -(-inputs // 128), 1, generator=generator) * 0.0004 + 0.0004
+    spread = scales.view(scales.shape[0], -1).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return {".weight": codes, ".weight_scale": scales}, codes.float() * spread[:outputs, :inputs]
 
 
 def fp_8_cached(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
