@@ -21,8 +21,11 @@ from draftwise.kernels.cpu.linear import LinearKernels, NativeLinear
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.cpu.probe import Probe
 from draftwise.quantization.scheme import Scheme, parse_scheme
+from draftwise.quantization.weights import E2M1, QuantizedWeight
 
 FORMATS = ("bfloat16", "int8", "int4", "int8_weight_only", "int4_weight_only", "float32")
+FP4 = {"nvfp4": 16, "mxfp4": 32}
+"""Formats of checkpoints alone, which no `Scheme` rounds to: so many numbers share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +87,23 @@ class _Model:
     """The packed weights of a few layers, in one format; enough that no cache holds them."""
 
     def __init__(self, kernels: LinearKernels, shape: Shape, name: str, layers: int) -> None:
-        self.scheme: Scheme | None = None if name in ("bfloat16", "float32") else parse_scheme(name)
+        floats = name in ("bfloat16", "float32") or name in FP4
+        self.scheme: Scheme | None = None if floats else parse_scheme(name)
         self.dtype = torch.float32 if name == "float32" else torch.bfloat16
         self.kernels = kernels
         generator = torch.Generator().manual_seed(0)
         self.weights: list[NativeLinear] = []
         for outputs, inputs, paired in shape.layer():
             source = torch.randn(outputs, inputs, generator=generator).mul_(0.02).to(self.dtype)
-            self.weights += [kernels.pack_as(source, None, self.scheme, paired=paired) for _ in range(layers)]
+            if name in FP4:
+                codes = _fp4(outputs, inputs, FP4[name], generator)
+                self.weights += [
+                    kernels.pack_quantized(codes, dynamic=False, paired=paired) for _ in range(layers)
+                ]
+            else:
+                self.weights += [
+                    kernels.pack_as(source, None, self.scheme, paired=paired) for _ in range(layers)
+                ]
         self.weights = [w for i in range(layers) for w in self.weights[i::layers]]  # layer by layer
         self.num_weights = sum(w.outputs * w.inputs for w in self.weights)
         self.bytes = sum(w.bytes for w in self.weights)
@@ -122,6 +134,13 @@ class _Model:
         return time.perf_counter() - start
 
 
+def _fp4(outputs: int, inputs: int, group: int, generator: torch.Generator) -> QuantizedWeight:
+    """Any numbers of a format of `FP4`: they all take the same time."""
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    scales = torch.full((outputs, -(-inputs // group)), 0.01)
+    return QuantizedWeight(4, codes, scales, group=group, levels=E2M1)
+
+
 def bench_kernels(
     *,
     formats: Sequence[str] = FORMATS[:5],
@@ -135,7 +154,7 @@ def bench_kernels(
     """Time passes, all formats and row counts in turn each round, with the rooflines measured in between.
 
     Args:
-        formats: From `FORMATS`; int4 ones also with a group size.
+        formats: From `FORMATS` and `FP4`; int4 ones also with a group size.
         rows: Row counts; 1 is added.
         threads: None: as many as torch uses.
         layers: Decoder layers that are held; times are scaled to the shape's whole model.

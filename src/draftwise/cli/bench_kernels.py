@@ -20,7 +20,10 @@ def add_parser(kinds: Any) -> None:
     )
     group = parser.add_argument_group("measurement")
     group.add_argument(
-        "--formats", nargs="+", metavar="FORMAT", help="bfloat16, float32 and names of --quantization"
+        "--formats",
+        nargs="+",
+        metavar="FORMAT",
+        help="bfloat16, float32, nvfp4, mxfp4 and names of --quantization",
     )
     group.add_argument(
         "--rows",
