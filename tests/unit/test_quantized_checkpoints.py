@@ -319,7 +319,7 @@ def mxfp_8(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[
 
 
 def fp_8_flat(outputs: int, inputs: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-    """Scales [out], and those of keys and values that nobody reads."""
+    """Scales [out]."""
     tensors, weight = fp_8(outputs, inputs, generator)
     return {**tensors, ".weight_scale": tensors[".weight_scale"].view(-1)}, weight
 

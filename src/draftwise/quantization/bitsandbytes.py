@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftwise.errors import ConfigError, ModelLoadError
-from draftwise.quantization.checkpoint import CheckpointFormat, RawTensor
+from draftwise.quantization.checkpoint import CheckpointFormat, LayerwiseFormat, RawTensor
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import NF4, QuantizedWeight
 
@@ -28,11 +28,9 @@ CODES, SCALES, VALUES = ".nf4_codes", ".nf4_scales", ".bnb_values"
 
 
 @dataclass(frozen=True)
-class Bnb4Format(CheckpointFormat):
+class Bnb4Format(LayerwiseFormat):
     """Layers of four bits: those of NF4 whose blocks do not run over the end of a row keep their codes."""
 
-    bits = None
-    marker = ""
     name = "bitsandbytes, 4 bits"
 
     def of(self, bases: Sequence[str], names: Collection[str]) -> CheckpointFormat | None:
@@ -44,12 +42,6 @@ class Bnb4Format(CheckpointFormat):
 
     def check_scheme(self, scheme: Scheme, name: str | None) -> None:
         _check_rounding(scheme, name)
-
-    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
-        raise AssertionError("a layer's own format is asked")
-
-    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
-        raise AssertionError("a layer's own format is asked")
 
 
 @dataclass(frozen=True)

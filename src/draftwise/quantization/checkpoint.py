@@ -107,3 +107,16 @@ class CheckpointFormat(ABC):
         ):
             form = "fp8" if self.bits is None else f"int{self.bits}" + ("_dynamic" if self.dynamic else "")
             raise ModelLoadError(f"it is quantised already, as {form}: quantization {name!r} is not for it")
+
+
+class LayerwiseFormat(CheckpointFormat):
+    """Layers in several forms: `of` gives a layer's own, and this one is never asked how it stores anything."""
+
+    bits = None
+    marker = ""
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
+        raise AssertionError("a layer's own format is asked")
+
+    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        raise AssertionError("a layer's own format is asked")

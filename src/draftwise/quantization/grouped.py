@@ -6,23 +6,18 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from draftwise.errors import ModelLoadError
-from draftwise.quantization.checkpoint import CheckpointFormat, RawTensor
+from draftwise.quantization.checkpoint import CheckpointFormat, LayerwiseFormat
 from draftwise.quantization.scheme import Scheme
-from draftwise.quantization.weights import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class GroupsFormat(CheckpointFormat):
+class GroupsFormat(LayerwiseFormat):
     """compressed-tensors with several config groups. A layer belongs to the first group one of whose targets is its
     name, a pattern for it (``re:...``), or, failing these, its class (``Linear``)."""
 
     groups: tuple[tuple[tuple[str, ...], CheckpointFormat], ...]
     origins: Mapping[str, str] = field(default_factory=dict)
-    bits = None
-    marker = ""
 
     @property
     def name(self) -> str:
@@ -58,9 +53,3 @@ class GroupsFormat(CheckpointFormat):
     def check_scheme(self, scheme: Scheme, name: str | None) -> None:
         for _, form in self.groups:
             form.check_scheme(scheme, name)
-
-    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
-        raise AssertionError("the layers' own formats decide; this one is never asked")
-
-    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
-        raise AssertionError("the layers' own formats decide; this one is never asked")

@@ -10,15 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from draftwise.quantization.checkpoint import CheckpointFormat, RawTensor
+from draftwise.quantization.checkpoint import CheckpointFormat, LayerwiseFormat
 from draftwise.quantization.compressed_tensors import Fp8Format
 from draftwise.quantization.floats import Fp8BlockFormat, Fp8TensorFormat
 from draftwise.quantization.fp4 import Fp4Format
 from draftwise.quantization.grouped import GroupsFormat
 from draftwise.quantization.scheme import Scheme
-from draftwise.quantization.weights import QuantizedWeight
 
 _NVFP4 = Fp4Format("nvfp4", ".weight", ".weight_scale_2")
 _FORMS: dict[str, CheckpointFormat] = {
@@ -55,13 +52,11 @@ def modelopt_form(raw: Mapping[str, Any]) -> CheckpointFormat | str:
 
 
 @dataclass(frozen=True)
-class MixedFormat(CheckpointFormat):
+class MixedFormat(LayerwiseFormat):
     """Layers in NVFP4 beside others: a layer's tensors tell. ``forms``: the one whose tensors others have, too, is the
     last."""
 
     forms: tuple[CheckpointFormat, ...]
-    bits = None
-    marker = ""
 
     @property
     def name(self) -> str:
@@ -79,9 +74,3 @@ class MixedFormat(CheckpointFormat):
     def check_scheme(self, scheme: Scheme, name: str | None) -> None:
         for form in self.forms:
             form.check_scheme(scheme, name)
-
-    def tensors(self, outputs: int, inputs: int) -> dict[str, RawTensor]:
-        raise AssertionError("a layer's own format is asked")
-
-    def decode(self, raw: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
-        raise AssertionError("a layer's own format is asked")
