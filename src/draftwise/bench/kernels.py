@@ -24,8 +24,9 @@ from draftwise.quantization.scheme import Scheme, parse_scheme
 from draftwise.quantization.weights import E2M1, QuantizedWeight
 
 FORMATS = ("bfloat16", "int8", "int4", "int8_weight_only", "int4_weight_only", "float32")
-FP4 = {"nvfp4": 16, "mxfp4": 32}
-"""Formats of checkpoints alone, which no `Scheme` rounds to: so many numbers share a scale."""
+FP4 = {"nvfp4": 16, "mxfp4": 32, "nvfp4_dynamic": 16, "mxfp4_dynamic": 32}
+"""Formats of checkpoints alone, which no `Scheme` rounds to: so many numbers share a scale. ``_dynamic``: over rows
+rounded to int8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,9 @@ class _Model:
     def __init__(self, kernels: LinearKernels, shape: Shape, name: str, layers: int) -> None:
         floats = name in ("bfloat16", "float32") or name in FP4
         self.scheme: Scheme | None = None if floats else parse_scheme(name)
+        self._dynamic = (
+            name.endswith("_dynamic") if floats else self.scheme is not None and self.scheme.dynamic
+        )
         self.dtype = torch.float32 if name == "float32" else torch.bfloat16
         self.kernels = kernels
         generator = torch.Generator().manual_seed(0)
@@ -98,7 +102,7 @@ class _Model:
             if name in FP4:
                 codes = _fp4(outputs, inputs, FP4[name], generator)
                 self.weights += [
-                    kernels.pack_quantized(codes, dynamic=False, paired=paired) for _ in range(layers)
+                    kernels.pack_quantized(codes, dynamic=self._dynamic, paired=paired) for _ in range(layers)
                 ]
             else:
                 self.weights += [
@@ -113,7 +117,7 @@ class _Model:
         """The unit that does the arithmetic."""
         if self.dtype is torch.float32:
             return "float32"
-        return "int8" if self.scheme is not None and self.scheme.dynamic else "bfloat16"
+        return "int8" if self._dynamic else "bfloat16"
 
     def buffers(self, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """An input and an output of every linear layer held; made before anything is timed, because threads of torch

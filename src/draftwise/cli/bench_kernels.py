@@ -23,7 +23,7 @@ def add_parser(kinds: Any) -> None:
         "--formats",
         nargs="+",
         metavar="FORMAT",
-        help="bfloat16, float32, nvfp4, mxfp4 and names of --quantization",
+        help="bfloat16, float32, nvfp4, mxfp4, both with _dynamic, and names of --quantization",
     )
     group.add_argument(
         "--rows",

@@ -2,7 +2,11 @@
 
 Two numbers lie in a byte, the first one in its lower half: the byte 0xB2 is 1.0, -1.5. MXFP4 (OCP Microscaling Formats
 1.0): groups of 32, a scale is a power of two, kept as its exponent. NVFP4: groups of 16, a scale is an fp8 number
-(e4m3), and the whole layer has a float beside. Rows stay as they are, whatever a checkpoint says of activations.
+(e4m3), and the whole layer has a float beside.
+
+Some checkpoints are made for activations of four bits, too ("W4A4"). Their rows are rounded to int8, with a scale for
+each row, which loses less: twice a number is an integer from -12 to 12, so that products with bytes are exact. Rows of
+the others stay as they are.
 """
 
 from __future__ import annotations
@@ -59,11 +63,13 @@ class Fp4Format(CheckpointFormat):
         kind: MXFP4 or NVFP4.
         codes: suffix of the numbers; scales are under ``.weight_scale`` always.
         whole: NVFP4: suffix of the layer's float. compressed-tensors divides by it, the others multiply.
+        dynamic: the checkpoint is made for activations of four bits.
     """
 
     kind: Literal["mxfp4", "nvfp4"]
     codes: str
     whole: str | None = None
+    dynamic: bool = False
     bits = None
 
     @property
@@ -109,8 +115,9 @@ class Fp4Format(CheckpointFormat):
         return QuantizedWeight(4, _codes(raw[self.codes]), scales, group=16, levels=E2M1)
 
     def check_scheme(self, scheme: Scheme, name: str | None) -> None:
-        """int8 and int4 round the numbers, as they do others' floats of four bits."""
+        """int8 and int4 leave the numbers alone, and say whether rows are rounded."""
         if scheme.floats:
             raise ConfigError(
-                f"quantization: {name!r} is not for checkpoints in {self.kind}; int8 and int4 round them"
+                f"quantization: {name!r} is not for checkpoints in {self.kind}; int8 and int4 leave its numbers as "
+                "they are and round rows, int8_weight_only and int4_weight_only round neither"
             )

@@ -17,13 +17,12 @@ from draftwise.quantization.fp4 import Fp4Format
 from draftwise.quantization.grouped import GroupsFormat
 from draftwise.quantization.scheme import Scheme
 
-_NVFP4 = Fp4Format("nvfp4", ".weight", ".weight_scale_2")
 _FORMS: dict[str, CheckpointFormat] = {
     "FP8": Fp8TensorFormat(),
     "FP8_PER_CHANNEL_PER_TOKEN": Fp8Format(column=False),
     "FP8_PB_WO": Fp8BlockFormat(128, 128, ".weight_scale", spread=True),
-    "NVFP4": _NVFP4,
-    "W4A16_NVFP4": _NVFP4,
+    "NVFP4": Fp4Format("nvfp4", ".weight", ".weight_scale_2", dynamic=True),
+    "W4A16_NVFP4": Fp4Format("nvfp4", ".weight", ".weight_scale_2"),
     "MXFP8": Fp8BlockFormat(1, 32, ".weight_scale", exponents=True),
 }
 """By the name of the algorithm."""
@@ -42,6 +41,8 @@ def modelopt_form(raw: Mapping[str, Any]) -> CheckpointFormat | str:
     if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
         return "quant_algo MIXED_PRECISION without quantized_layers"
     names = {str(layer.get("quant_algo")).upper() for layer in layers.values()}
+    if "W4A16_NVFP4" in names:  # their tensors are alike: all rows stay as they are
+        names.discard("NVFP4")
     for name in sorted(names - _FORMS.keys()):
         return f"quant_algo {name!r} in quantized_layers"
     found = dict.fromkeys(_FORMS[name] for name in sorted(names))

@@ -133,12 +133,13 @@ def _fp4(raw: Mapping[str, Any], scheme: Mapping[str, Any], strategy: Any) -> Ch
     method = "compressed-tensors"
     weights, layout = scheme["weights"], scheme.get("format") or raw.get("format")
     found = (layout, strategy, weights.get("group_size"))
+    rounds_rows = scheme.get("input_activations") is not None
     if not weights.get("symmetric", True):
         raise _unsupported(method, "floats of four bits with zero points")
     if found == ("nvfp4-pack-quantized", "tensor_group", 16):
-        return Fp4Format("nvfp4", ".weight_packed", ".weight_global_scale")
+        return Fp4Format("nvfp4", ".weight_packed", ".weight_global_scale", dynamic=rounds_rows)
     if found == ("mxfp4-pack-quantized", "group", 32):
-        return Fp4Format("mxfp4", ".weight_packed")
+        return Fp4Format("mxfp4", ".weight_packed", dynamic=rounds_rows)
     raise _unsupported(
         method, f"weights of type float with 4 bits by {strategy} of {found[2]} in format {layout}"
     )

@@ -159,8 +159,9 @@ class LinearKernels:
             dtype is torch.bfloat16 or (dtype is torch.float32 and dynamic), "bfloat16 rows, or dynamic ones"
         )
         require(
-            weight.levels is None or (weight.levels in _NUMBERS and weight.bits == 4 and not dynamic),
-            "floats of four bits, E2M1 or NF4, over rows as they are",
+            weight.levels is None
+            or (weight.levels in _NUMBERS and weight.bits == 4 and not (dynamic and weight.levels == NF4)),
+            "floats of four bits: E2M1, or NF4 over rows as they are",
         )
         require(weight.codes.ndim == 2 and weight.codes.element_size() == 1, "a matrix of bytes")
         outputs, inputs = weight.codes.shape

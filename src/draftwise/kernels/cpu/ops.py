@@ -32,7 +32,7 @@ from draftwise.kernels.cpu.rows import RowKernels
 from draftwise.kernels.cpu.tape import Symbol
 from draftwise.kernels.handles import Experts, Heads, LayerNorm, Linear, Norm, Rope
 from draftwise.kernels.routing import Activation, Routing
-from draftwise.quantization.weights import QuantizedWeight
+from draftwise.quantization.weights import NF4, QuantizedWeight
 from draftwise.types import AttentionBatch, ChainDraws
 
 _PTR, _INT, _I64, _F32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -81,7 +81,7 @@ class NativeOps(Ops):
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
-        if weight.levels is not None:  # rows stay as they are: there is no product of such codes with bytes
+        if weight.levels == NF4:  # rows stay as they are: there is no product of such codes with bytes
             dynamic = False
         if not weight.is_codes or (self._dtype is torch.float32 and not dynamic):
             return super().pack_quantized(weight, bias, dynamic=dynamic, paired=paired)

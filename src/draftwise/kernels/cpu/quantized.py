@@ -13,7 +13,7 @@ from draftwise.kernels.cpu.ops import NativeOps
 from draftwise.kernels.cpu.pool import ThreadPool
 from draftwise.kernels.handles import Linear
 from draftwise.quantization.scheme import Scheme
-from draftwise.quantization.weights import QuantizedWeight, ReadRows, quantize_read
+from draftwise.quantization.weights import NF4, QuantizedWeight, ReadRows, quantize_read
 
 
 class QuantizedOps(NativeOps):
@@ -38,10 +38,10 @@ class QuantizedOps(NativeOps):
     def pack_quantized(
         self, weight: QuantizedWeight, bias: Tensor | None = None, *, dynamic: bool, paired: bool = False
     ) -> Linear:
-        if weight.levels is not None:
-            return self._linear.pack_as(
-                weight.dequantize(self.dtype), bias, self.scheme, paired=paired
-            )  # asked for: rows are rounded, too
+        if weight.levels == NF4:  # there is no product of such codes with bytes
+            return self._linear.pack_as(weight.dequantize(self.dtype), bias, self.scheme, paired=paired)
+        if weight.levels is not None:  # whatever the checkpoint says of rows, the user has the last word
+            return super().pack_quantized(weight, bias, dynamic=self.scheme.dynamic, paired=paired)
         # weights that have this form already, or were rounded to it before and come back from disk
         return super().pack_quantized(weight, bias, dynamic=dynamic or self.scheme.dynamic, paired=paired)
 

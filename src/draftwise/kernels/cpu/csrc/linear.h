@@ -29,7 +29,7 @@ enum Epilogue : int {
   EP_SILU_MUL = 2,  // out[N / 2] = silu(gate) * up; only for weights packed as gate | up
 };
 
-// What the 16 codes of W_I4 stand for.
+// What the 16 codes of W_I4 and W_I4_DYN stand for.
 enum Numbers : int {
   NUMBERS_INTEGERS = 0,  // -8..7
   NUMBERS_E2M1 = 1,      // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and behind them the same below zero (MXFP4)
@@ -46,7 +46,7 @@ Linear* linear_pack(Pool*, Format, const void* weight, int64_t ldw, const float*
 // Quantised weights. `q` [outputs, inputs], one byte each: int8 -127..127, or int4 as 0..15. W_I8*: w = q * scales[n]. W_I4*:
 // w = (q - zero) * scale with `scales` and `zeros` [outputs, ceil(inputs / group)]; without `zeros` the zero point is 8; `group` is a
 // multiple of 8. Scales of groups are kept in float16 (times a power of two of the layer). `input`: BF16, or F32 for the
-// formats that quantise rows. `numbers`: other than integers in W_I4 without zeros alone.
+// formats that quantise rows. `numbers`: other than integers without zeros alone, and NF4 in W_I4 alone.
 Linear* linear_pack_quantized(Pool*, Format, DType input, const uint8_t* q, const float* scales, const uint8_t* zeros,
                               int group, const float* bias, int64_t outputs, int64_t inputs, bool paired,
                               Numbers numbers = NUMBERS_INTEGERS);

@@ -171,10 +171,25 @@ inline void start_totals(const Tile& t) {
   for (int i = 0; i < R * 2 * P; ++i) _mm512_storeu_ps(t.sums + i * 16, _mm512_setzero_ps());
 }
 
-template <bool kZeros, int R, int P>
+// The integers of 64 bytes of W_I4_DYN, those of the low and those of the high halves: the codes themselves, or what a table says.
+struct PlainCodes {
+  const __m512i mask = _mm512_set1_epi8(15);
+  explicit PlainCodes(const Nibbles&) {}
+  __m512i low(__m512i w) const { return _mm512_and_si512(w, mask); }
+  __m512i high(__m512i w) const { return _mm512_and_si512(_mm512_srli_epi16(w, 4), mask); }
+};
+struct IntegerTable : PlainCodes {
+  __m512i table;
+  explicit IntegerTable(const Nibbles& n)
+      : PlainCodes(n), table(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(n.integers)))) {}
+  __m512i low(__m512i w) const { return _mm512_shuffle_epi8(table, PlainCodes::low(w)); }
+  __m512i high(__m512i w) const { return _mm512_shuffle_epi8(table, PlainCodes::high(w)); }
+};
+
+template <bool kZeros, int R, int P, class Codes>
 void tile_i4_dynamic_groups(const Tile& t) {
   constexpr int header = kZeros ? 2 * kHeader : kHeader;
-  const __m512i mask = _mm512_set1_epi8(15);
+  const Codes codes(*t.nibbles);
   const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
   start_totals<R, P>(t);
   Stream<P> s(t);
@@ -195,8 +210,8 @@ void tile_i4_dynamic_groups(const Tile& t) {
       __m512i first[2 * P], second[2 * P];
       for (int v = 0; v < 2 * P; ++v) {
         __m512i w = load_w(s.w + v / 2 * stride + v % 2 * 64);
-        first[v] = _mm512_and_si512(w, mask);
-        second[v] = _mm512_and_si512(_mm512_srli_epi16(w, 4), mask);
+        first[v] = codes.low(w);
+        second[v] = codes.high(w);
       }
       add_steps<R, P>(acc, first, x);
       add_steps<R, P>(acc, second, x + R);
@@ -206,7 +221,7 @@ void tile_i4_dynamic_groups(const Tile& t) {
     float x_sum[R];
     if (kZeros)
       for (int r = 0; r < R; ++r) x_sum[r] = float(x_sums[r]) * -0.125f;
-    // 0..15 stands for -8..7: eight times the sum of the row comes off, which is what x_sums hold. Here rather than at the
+    // Of -8..7, 0..15 are multiplied: eight times the sum of the row comes off, which is what x_sums hold. Here rather than at the
     // beginning, where these vectors would have to be made for nothing else.
     const auto value = [&](int r, int v) {
       return _mm512_cvtepi32_ps(_mm512_add_epi32(acc[r][v], _mm512_set1_epi32(x_sums[r])));
@@ -218,7 +233,8 @@ void tile_i4_dynamic_groups(const Tile& t) {
 
 template <int R, int P>
 void tile_i4_dynamic(const Tile& t) {
-  t.zeros ? tile_i4_dynamic_groups<true, R, P>(t) : tile_i4_dynamic_groups<false, R, P>(t);
+  if (!t.nibbles->plain) return tile_i4_dynamic_groups<false, R, P, IntegerTable>(t);
+  t.zeros ? tile_i4_dynamic_groups<true, R, P, PlainCodes>(t) : tile_i4_dynamic_groups<false, R, P, PlainCodes>(t);
 }
 
 #define DW_ROWS(kernel)                                                                                               \

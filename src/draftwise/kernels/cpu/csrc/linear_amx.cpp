@@ -8,13 +8,23 @@ namespace dw {
 namespace {
 
 struct Expand {
-  static void bytes(const uint8_t* unit, uint8_t* steps) {
+  static void bytes(const uint8_t* unit, uint8_t* steps, const Nibbles& nibbles) {
+    if (!nibbles.plain) return looked_up(unit, steps, nibbles);
     const __m512i mask = _mm512_set1_epi8(char(0xf0)), sign = _mm512_set1_epi8(char(0x80));
     const auto signed_codes = [&](__m512i w) { return _mm512_ternarylogic_epi32(w, mask, sign, 0x6a); };  // (w & mask) ^ sign
     for (int v = 0; v < 2; ++v) {
       __m512i w = load_w(unit + v * 64);
       _mm512_store_si512(steps + v * 64, signed_codes(_mm512_slli_epi16(w, 4)));
       _mm512_store_si512(steps + kUnitBytes + v * 64, signed_codes(w));
+    }
+  }
+  static void looked_up(const uint8_t* unit, uint8_t* steps, const Nibbles& nibbles) {
+    const IntegerTable table(nibbles);
+    const __m512i offset = _mm512_set1_epi8(char(nibbles.offset));
+    for (int v = 0; v < 2; ++v) {
+      __m512i w = load_w(unit + v * 64);
+      _mm512_store_si512(steps + v * 64, _mm512_sub_epi8(table.low(w), offset));
+      _mm512_store_si512(steps + kUnitBytes + v * 64, _mm512_sub_epi8(table.high(w), offset));
     }
   }
   template <Format F>

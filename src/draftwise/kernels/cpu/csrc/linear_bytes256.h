@@ -4,6 +4,7 @@
 // is chosen so that none can be:
 //   int8   |w| <= 128 times x with the sign of w: a pair is at most 2 * 128 * 127 = 32,512
 //   int4   0..15 times x: a pair is at most 3,810, so that eight of them fit before they are added to 32 bits
+//   E2M1   0..24 times x: a pair is at most 6,096, so that four of them do
 // The sums are integers: exact, whatever the order, and so the same as on every other instruction set.
 #pragma once
 
@@ -73,9 +74,16 @@ void bytes_i8(const Tile& t, int panel, int part) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + r * stride + v * 8), acc[r][v]);
 }
 
-template <int R, int N = 2>
-void bytes_i4(const Tile& t, int panel, int part) {
-  constexpr int kUnits = kVnni ? 1 << 20 : 4;  // whose pairs fit 16 bits: two products of 3,810 each
+// Units whose pairs fit 16 bits: there are two in a unit. kLookUp: codes are not the integers that are multiplied, a table has these.
+constexpr int units_at_once(bool look_up) { return kVnni ? 1 << 20 : look_up ? 2 : 4; }
+
+// kOnce: all units of a group are. Then what x_sums hold fits 16 bits, too, and the lower pairs of every output begin with it. Example,
+// E2M1, a group of 16, of which 8 numbers add to the lower pairs: these are 0..24 times x, and 12 times the sum of all 16 comes off.
+// With a, b the sums of what is above and below zero in the 8, and c those of the others, a + b and c at most 8 * 127: no more than
+// 24 a - 12 (a - b - c) = 12 (a + b + c), which is 24,384. int4 in groups of 32: 15 a - 8 (a - b - c) is 32,512 at most.
+template <int R, int N, bool kLookUp, bool kOnce>
+void bytes_i4_of(const Tile& t, int panel, int part) {
+  constexpr int kUnits = units_at_once(kLookUp);
   const uint8_t* at = t.w + panel * t.panel_stride;
   float* sums = t.sums + panel * kPanel + part * 8 * N;
   const uint32_t* x = t.x;
@@ -83,24 +91,30 @@ void bytes_i4(const Tile& t, int panel, int part) {
   const int header = t.zeros ? 2 * kHeader : kHeader;
   const int64_t groups = t.units / t.group_units;
   const __m256i mask = _mm256_set1_epi8(15);
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(t.nibbles->integers)));
+  const auto integers = [&](__m256i codes) { return kLookUp ? _mm256_shuffle_epi8(table, codes) : codes; };
   Fetch<4 / N> fetch(t, at + header + part * 32 * N, part);
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* w = at + header + part * 32 * N;
     __m256i acc[R][N];
-    // 0..15 stands for -8..7: eight times the sum of the row comes off, which is what x_sums hold
-    DW_UNROLL for (int r = 0; r < R; ++r)
-      DW_UNROLL for (int v = 0; v < N; ++v) acc[r][v] = _mm256_set1_epi32(x_sums[r]);
+    // of -8..7, 0..15 are multiplied: eight times the sum of the row comes off, which is what x_sums hold
+    if (!kOnce)
+      DW_UNROLL for (int r = 0; r < R; ++r)
+        DW_UNROLL for (int v = 0; v < N; ++v) acc[r][v] = _mm256_set1_epi32(x_sums[r]);
     for (int left = t.group_units; left > 0; left -= kUnits) {
       __m256i pairs[R][N];
-      DW_UNROLL for (int r = 0; r < R; ++r)
-        DW_UNROLL for (int v = 0; v < N; ++v) pairs[r][v] = _mm256_setzero_si256();
+      DW_UNROLL for (int r = 0; r < R; ++r) {
+        const __m256i none = _mm256_setzero_si256();
+        const __m256i start = kOnce ? _mm256_blend_epi16(none, _mm256_set1_epi32(x_sums[r]), 0x55) : none;
+        DW_UNROLL for (int v = 0; v < N; ++v) pairs[r][v] = start;
+      }
       for (int u = left < kUnits ? left : kUnits; u > 0; --u) {
         fetch.next(w);
         __m256i low[N], high[N];
         DW_UNROLL for (int v = 0; v < N; ++v) {
           __m256i bits = load_bits(w + v * 32);
-          low[v] = _mm256_and_si256(bits, mask);
-          high[v] = _mm256_and_si256(_mm256_srli_epi16(bits, 4), mask);
+          low[v] = integers(_mm256_and_si256(bits, mask));
+          high[v] = integers(_mm256_and_si256(_mm256_srli_epi16(bits, 4), mask));
         }
         DW_UNROLL for (int r = 0; r < R; ++r) {
           __m256i row = _mm256_set1_epi32(int(x[r])), next = _mm256_set1_epi32(int(x[R + r]));
@@ -118,7 +132,10 @@ void bytes_i4(const Tile& t, int panel, int part) {
       }
       if (!kVnni)
         DW_UNROLL for (int r = 0; r < R; ++r)
-          DW_UNROLL for (int v = 0; v < N; ++v) acc[r][v] = _mm256_add_epi32(acc[r][v], widen_pairs(pairs[r][v]));
+          DW_UNROLL for (int v = 0; v < N; ++v) {
+            const __m256i wide = widen_pairs(pairs[r][v]);
+            acc[r][v] = kOnce ? wide : _mm256_add_epi32(acc[r][v], wide);
+          }
     }
     float x_sum[R];
     DW_UNROLL for (int r = 0; r < R; ++r) x_sum[r] = float(x_sums[r]) * -0.125f;
@@ -131,6 +148,15 @@ void bytes_i4(const Tile& t, int panel, int part) {
     x_sums += R;
     at += header + t.group_units * kUnitBytes;
   }
+}
+
+template <int R, int N = 2>
+void bytes_i4(const Tile& t, int panel, int part) {
+  const bool look_up = !t.nibbles->plain;
+  if (!kVnni && t.group_units <= units_at_once(look_up))
+    look_up ? bytes_i4_of<R, N, true, !kVnni>(t, panel, part) : bytes_i4_of<R, N, false, !kVnni>(t, panel, part);
+  else
+    look_up ? bytes_i4_of<R, N, true, false>(t, panel, part) : bytes_i4_of<R, N, false, false>(t, panel, part);
 }
 
 }  // namespace

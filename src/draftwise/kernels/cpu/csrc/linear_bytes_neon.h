@@ -4,7 +4,8 @@
 //   dotprod  SDOT: four bytes with sign times four with sign
 //   i8mm     USDOT for one row: four bytes without sign times four with; USMMLA for more: 2 outputs x 8 k times 2 rows x 8 k
 // int8 weights are stored plus 128. Where bytes have a sign, the highest bit is turned: 0x80 ^ (w + 128) = w. Else what is too
-// much comes off through `Tile::x_sums`. int4 weights are 0..15 for -8..7: eight times the sum of the row comes off.
+// much comes off through `Tile::x_sums`. int4 weights are 0..15 for -8..7: eight times the sum of the row comes off. E2M1 has 0..24 for
+// -12..12, from a table.
 #pragma once
 
 #include "linear_lanes.h"
@@ -117,15 +118,21 @@ void bytes_i8(const Tile& t, int panel, int part) {
   for (int r = 0; r < R; ++r) store_sums(sums + r * stride, acc[r]);
 }
 
-template <int R>
-void bytes_i4(const Tile& t, int panel, int part) {
+// The integers of 16 codes: themselves, or what a table says (kLookUp).
+template <bool kLookUp>
+DW_ALWAYS uint8x16_t integers_of(uint8x16_t table, uint8x16_t codes) {
+  return kLookUp ? vqtbl1q_u8(table, codes) : codes;
+}
+
+template <int R, bool kLookUp>
+void bytes_i4_of(const Tile& t, int panel, int part) {
   const uint8_t* at = t.w + panel * t.panel_stride;
   float* sums = t.sums + panel * kPanel + part * 16;
   const uint32_t* x = t.x;
   const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
   const int header = t.zeros ? 2 * kHeader : kHeader;
   const int64_t groups = t.units / t.group_units;
-  const uint8x16_t mask = vdupq_n_u8(15);
+  const uint8x16_t mask = vdupq_n_u8(15), table = vld1q_u8(t.nibbles->integers);
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* w = at + header + part * 64;
     Outputs acc[R];
@@ -137,8 +144,8 @@ void bytes_i4(const Tile& t, int panel, int part) {
       DW_UNROLLED
       for (int q = 0; q < kQuarters; ++q) {
         const uint8x16_t bits = vld1q_u8(w + 16 * q);
-        low[q] = vandq_u8(bits, mask);
-        high[q] = vshrq_n_u8(bits, 4);
+        low[q] = integers_of<kLookUp>(table, vandq_u8(bits, mask));
+        high[q] = integers_of<kLookUp>(table, vshrq_n_u8(bits, 4));
       }
       const RowLanes<R> rows(x), next(x + R);
       each_row<R>([&](auto row) __attribute__((always_inline)) {
@@ -154,6 +161,11 @@ void bytes_i4(const Tile& t, int panel, int part) {
     x_sums += R;
     at += header + t.group_units * kUnitBytes;
   }
+}
+
+template <int R>
+void bytes_i4(const Tile& t, int panel, int part) {
+  t.nibbles->plain ? bytes_i4_of<R, false>(t, panel, part) : bytes_i4_of<R, true>(t, panel, part);
 }
 
 }  // namespace

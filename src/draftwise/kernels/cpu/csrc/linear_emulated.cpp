@@ -7,10 +7,11 @@ namespace dw {
 namespace {
 
 struct Expand {
-  static void bytes(const uint8_t* unit, uint8_t* steps) {
+  static void bytes(const uint8_t* unit, uint8_t* steps, const Nibbles& nibbles) {
+    const int times = nibbles.plain ? 16 : 1;
     for (int i = 0; i < kUnitBytes; ++i) {
-      steps[i] = uint8_t(unit[i] << 4) ^ 0x80;
-      steps[kUnitBytes + i] = (unit[i] & 0xf0) ^ 0x80;
+      steps[i] = uint8_t((nibbles.integers[unit[i] & 15] - nibbles.offset) * times);
+      steps[kUnitBytes + i] = uint8_t((nibbles.integers[unit[i] >> 4] - nibbles.offset) * times);
     }
   }
   template <Format F>

@@ -44,7 +44,7 @@ inline float number_of(const Nibbles& nibbles, int code) {
   return as_float(uint32_t(nibbles.high[code]) << 24 | uint32_t(nibbles.low[code]) << 16);
 }
 
-// The k of one unit of a panel, [kpu][32]; integer formats as their values. `nibbles`: of W_I4.
+// The k of one unit of a panel, [kpu][32]; integer formats as their values. `nibbles`: of the formats of four bits.
 template <Format F>
 inline void decode(const uint8_t* unit, float (*w)[kPanel], const Nibbles* nibbles = nullptr) {
   for (int j = 0; j < kPanel; ++j) {
@@ -69,15 +69,15 @@ inline void decode(const uint8_t* unit, float (*w)[kPanel], const Nibbles* nibbl
 }
 
 template <Format F>
-inline void decode_integers(const uint8_t* unit, int32_t (*w)[kPanel]) {
+inline void decode_integers(const uint8_t* unit, int32_t (*w)[kPanel], const Nibbles* nibbles = nullptr) {
   for (int j = 0; j < kPanel; ++j)
     for (int i = 0; i < 4; ++i) {
       uint8_t b = unit[j * 4 + i];
       if (F == W_I8_DYN) {
         w[i][j] = int32_t(b) - 128;
       } else {
-        w[i][j] = int32_t(b & 15) - 8;
-        w[4 + i][j] = int32_t(b >> 4) - 8;
+        w[i][j] = int32_t(nibbles->integers[b & 15]) - nibbles->offset;
+        w[4 + i][j] = int32_t(nibbles->integers[b >> 4]) - nibbles->offset;
       }
     }
 }
@@ -157,7 +157,7 @@ void tile_grouped(const Tile& t) {
       for (int u = 0; u < t.group_units; ++u) {
         if (kIntegers) {
           int32_t w[8][kPanel];
-          decode_integers<W_I4_DYN>(at, w);
+          decode_integers<W_I4_DYN>(at, w, t.nibbles);
           for (int r = 0; r < t.rows; ++r) add_unit_integers<W_I4_DYN>(iacc[r], w, x + r, t.rows);
         } else {
           float w[8][kPanel];

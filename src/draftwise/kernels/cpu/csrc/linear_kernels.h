@@ -7,7 +7,7 @@
 //   W_I8_DYN  kpu 4, byte i is w + 128
 //   W_I8      kpu 4, a byte is sign and magnitude (so that 7 bits index a table of bfloat16). Of 16 bytes (4 outputs), bytes
 //             0..7 hold k 0 and 1 of each output, bytes 8..15 k 2 and 3: widened, that makes pairs in the right lanes.
-//   W_I4_DYN  kpu 8, byte i holds k i in its low and k 4 + i in its high half, 0..15
+//   W_I4_DYN  kpu 8, byte i holds k i in its low and k 4 + i in its high half, 0..15: codes of `Nibbles`
 //   W_I4      kpu 8, low halves as W_I8 for k 0..3, high halves for k 4..7, 0..15: codes of `Nibbles`
 // Example, W_BF16: w[n = 37, k = 6] is panel 1, unit 3, lane j = 5, the lower half of the dword.
 // The int4 formats cut K into groups, and each group of a panel starts with a header: 32 scales (float16), and, where
@@ -33,14 +33,20 @@ constexpr int kFormats = 6;
 
 inline int k_per_unit(Format f) { return f == W_F32 ? 1 : f == W_BF16 ? 2 : f == W_I8 || f == W_I8_DYN ? 4 : 8; }
 constexpr int steps_per_unit(Format f) { return f == W_I8 || f == W_I4_DYN ? 2 : f == W_I4 ? 4 : 1; }
-inline int weight_offset(Format f) { return f == W_I8_DYN ? 128 : f == W_I4_DYN ? 8 : 0; }  // of stored integers
 inline bool is_dynamic(Format f) { return f == W_I8_DYN || f == W_I4_DYN; }
 inline bool is_grouped(Format f) { return f == W_I4 || f == W_I4_DYN; }
 
-// What the 16 codes of W_I4 stand for, in bfloat16 cut into the lower and the upper byte.
+// What the 16 codes of W_I4 stand for, in bfloat16 cut into the lower and the upper byte; and of W_I4_DYN, the integers that are
+// multiplied with bytes of rows, plus `offset`, which is 0 where there are none. Example: code 11 of E2M1 is -1.5: 0xbfc0 in bfloat16,
+// and as an integer twice that plus 12, which is 9.
 struct Nibbles {
   alignas(16) uint8_t low[16];
   alignas(16) uint8_t high[16];
+  alignas(16) uint8_t integers[16];
+  int offset;
+  bool plain;  // codes are the integers
+
+  float unit() const { return plain ? 1.0f : 0.5f; }  // what the integer 1 stands for
 };
 
 // One tile: `rows` (1..kMaxTileRows) times one or two panels over `units` units (whole groups of them).

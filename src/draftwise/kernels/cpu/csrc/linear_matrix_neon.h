@@ -91,8 +91,8 @@ void matrix_i8(const Tile& t, int panel, int part) {
   }
 }
 
-template <int R>
-void matrix_i4(const Tile& t, int panel, int part) {
+template <int R, bool kLookUp>
+void matrix_i4_of(const Tile& t, int panel, int part) {
   constexpr int P = (R + 1) / 2;
   const uint8_t* at = t.w + panel * t.panel_stride;
   float* sums = t.sums + panel * kPanel + part * 16;
@@ -100,7 +100,7 @@ void matrix_i4(const Tile& t, int panel, int part) {
   const auto* x_sums = static_cast<const int32_t*>(t.x_sums);
   const int header = t.zeros ? 2 * kHeader : kHeader;
   const int64_t groups = t.units / t.group_units;
-  const uint8x16_t mask = vdupq_n_u8(15);
+  const uint8x16_t mask = vdupq_n_u8(15), table = vld1q_u8(t.nibbles->integers);
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* w = at + header + part * 64;
     TwoRows acc[P];
@@ -114,7 +114,8 @@ void matrix_i4(const Tile& t, int panel, int part) {
       DW_UNROLLED
       for (int q = 0; q < kQuarters; ++q) {
         const uint8x16_t bits = vld1q_u8(w + 16 * q);
-        add_eight<P>(acc, q, vandq_u8(bits, mask), vshrq_n_u8(bits, 4), rows);
+        add_eight<P>(acc, q, integers_of<kLookUp>(table, vandq_u8(bits, mask)),
+                     integers_of<kLookUp>(table, vshrq_n_u8(bits, 4)), rows);
       }
       w += kUnitBytes;
       x += 2 * R;
@@ -126,6 +127,11 @@ void matrix_i4(const Tile& t, int panel, int part) {
     x_sums += R;
     at += header + t.group_units * kUnitBytes;
   }
+}
+
+template <int R>
+void matrix_i4(const Tile& t, int panel, int part) {
+  t.nibbles->plain ? matrix_i4_of<R, false>(t, panel, part) : matrix_i4_of<R, true>(t, panel, part);
 }
 
 }  // namespace

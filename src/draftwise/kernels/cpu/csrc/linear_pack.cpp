@@ -14,15 +14,18 @@ namespace {
 // Padding is code 8 everywhere: zero among the integers and in NF4, minus zero in E2M1.
 constexpr Nibbles kIntegers = {
     {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80, 0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0},
-    {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf, 0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40}};
+    {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf, 0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, 8, true};
 constexpr Nibbles kE2m1 = {
     {0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0, 0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0},
-    {0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0}};
+    {0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0},
+    {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}, 12, false};
 // Levels of the normal distribution (QLoRA), each rounded to bfloat16, codes 7 and 8 exchanged. `Numbers` in linear.h ends before it.
 constexpr auto NUMBERS_NF4 = Numbers(2);
 constexpr Nibbles kNf4 = {
     {0x80, 0x32, 0x06, 0xca, 0x92, 0x3d, 0xba, 0xa3, 0x00, 0x25, 0x7c, 0xad, 0xe2, 0x10, 0x39, 0x80},
-    {0xbf, 0xbf, 0xbf, 0xbe, 0xbe, 0xbe, 0xbd, 0x3d, 0x00, 0x3e, 0x3e, 0x3e, 0x3e, 0x3f, 0x3f, 0x3f}};
+    {0xbf, 0xbf, 0xbf, 0xbe, 0xbe, 0xbe, 0xbd, 0x3d, 0x00, 0x3e, 0x3e, 0x3e, 0x3e, 0x3f, 0x3f, 0x3f},
+    {}, 0, false};
 
 struct PackJob {
   Linear* w;
@@ -174,8 +177,8 @@ Linear* linear_pack_quantized(Pool* pool, Format format, DType input, const uint
   require(weight_only || is_dynamic(format), "format");
   require(input == BF16 || (input == F32 && !weight_only), "input");
   Owned w = make(format, input, bias, outputs, inputs, group, zeros != nullptr, paired);
-  bool known = numbers == NUMBERS_E2M1 || numbers == NUMBERS_NF4;
-  require(numbers == NUMBERS_INTEGERS || (known && format == W_I4 && zeros == nullptr), "numbers");
+  const bool known = (numbers == NUMBERS_E2M1 && is_grouped(format)) || (numbers == NUMBERS_NF4 && format == W_I4);
+  require(numbers == NUMBERS_INTEGERS || (known && zeros == nullptr), "numbers");
   if (numbers == NUMBERS_E2M1) w->nibbles = &kE2m1;
   if (numbers == NUMBERS_NF4) w->nibbles = &kNf4;
   PackJob job{w.get(), q, inputs, scales, zeros, 1.0f};
@@ -187,7 +190,8 @@ Linear* linear_pack_quantized(Pool* pool, Format format, DType input, const uint
     if (largest > 0.0f) std::frexp(largest, &exponent);
     job.factor = std::ldexp(1.0f, 10 - exponent);
     w->scale = static_cast<float*>(big_alloc(size_t(w->panels * kPanel) * 4));
-    for (int64_t i = 0; i < w->panels * kPanel; ++i) w->scale[i] = std::ldexp(1.0f, exponent - 10);
+    const float unit = is_dynamic(format) ? w->nibbles->unit() : 1.0f;
+    for (int64_t i = 0; i < w->panels * kPanel; ++i) w->scale[i] = std::ldexp(unit, exponent - 10);
   } else {
     w->scale = spread(*w, scales, 0.0f);
   }

@@ -157,7 +157,7 @@ void sum_groups(const LinearKernels& kernels, const Linear& w, const uint8_t* va
       std::memcpy(&sums[g * height], &sum, 4);
     } else {
       const int32_t sum = kernels.sum(reinterpret_cast<const int8_t*>(values) + begin, count);
-      sums[g * height] = uint32_t(sum * -weight_offset(w.format));
+      sums[g * height] = uint32_t(sum * -w.integers_offset());
     }
   }
 }

@@ -49,7 +49,7 @@ inline void put_together(const Tile& t, const uint8_t* units, int64_t count, uin
   for (int64_t u = 0; u < count; ++u, to += steps * kUnitBytes) {
     const uint8_t* unit = units + u * kUnitBytes;
     if constexpr (F == W_I4_DYN)
-      Expand::bytes(unit, to);
+      Expand::bytes(unit, to, *t.nibbles);
     else if constexpr (steps == 1)
       memcpy(to, unit, kUnitBytes);
     else

@@ -17,6 +17,7 @@ struct Waiting {
   int64_t bytes = 0;                // from a header to the next
   const float* sums = nullptr;      // [groups][32][32]
   const void* x_sums = nullptr;     // [groups][rows]
+  float unit = 1.0f;                // integers: what 1 of the sums stands for
 };
 constexpr int kTogether = 2;
 constexpr int kGroupSums = 2 * kTileRows * kPanel;
@@ -31,7 +32,7 @@ DW_INLINE void add_rows(const Waiting& w, float* totals, int rows, int begin, in
       scale[g][v] = load(reinterpret_cast<const f16*>(at) + v * 16);
       if (kZeros)
         shift[g][v] = (splat(0.0f) - scale[g][v]) * load(reinterpret_cast<const int8_t*>(at) + kHeader + v * 16);
-      if (kIntegers) scale[g][v] = scale[g][v] * 0.0625f;  // sums are 16 times as large: exact, as powers of two are
+      if (kIntegers) scale[g][v] = scale[g][v] * w.unit;  // a power of two: exact
     }
   const float* sums = w.sums;
   const void* x_sums = w.x_sums;
@@ -92,7 +93,8 @@ void multiply_groups(const Tile& t, Chunks& weights) {
   alignas(64) float sums[2][kTogether * kGroupSums];
   const auto sums_of = [&](int64_t g) { return sums[g / 2 % 2] + g % 2 * kGroupSums; };
   const auto from = [&](int64_t g, int count) {
-    return Waiting{count, g == 0 && !t.load, t.w + g * bytes, bytes, sums_of(g), static_cast<const uint8_t*>(t.x_sums) + g * rows * 4};
+    return Waiting{count, g == 0 && !t.load, t.w + g * bytes, bytes, sums_of(g), static_cast<const uint8_t*>(t.x_sums) + g * rows * 4,
+                   t.nibbles->plain ? 0.0625f : 1.0f};
   };
   const auto add = [&](const Waiting& w, int part, int last) {
     add_waiting<kIntegers>(w, zeros, totals, rows, thirds[part], thirds[last]);

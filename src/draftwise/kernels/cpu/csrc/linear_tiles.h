@@ -8,7 +8,8 @@
 // begin at the beginning of the panel, or of the group: blocks of k have to be whole chunks.
 //
 // The file that includes this gives, as `Expand`, how units are widened:
-//   static void bytes(const uint8_t* unit, uint8_t* steps);          W_I4_DYN: 2 steps of bytes, 16 times (code - 8)
+//   static void bytes(const uint8_t*, uint8_t*, const Nibbles&);     W_I4_DYN: 2 steps of bytes, the integers with their sign; of plain
+//                                                                    codes 16 times as large
 //   template <Format F> static void pairs(const uint8_t*, uint8_t*, const Nibbles*);
 //                                                                    W_I8: 2 steps, W_I4: 4 steps of pairs of bfloat16
 #pragma once

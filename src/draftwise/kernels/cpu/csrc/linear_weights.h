@@ -10,7 +10,7 @@ struct Linear {
   DType input;       // of the rows
   bool paired;       // gate | up: panels hold 16 gates and their 16 ups
   bool zeros;        // groups have zero points
-  const Nibbles* nibbles;  // what codes of W_I4 stand for
+  const Nibbles* nibbles;  // what codes of W_I4 and W_I4_DYN stand for
   int64_t outputs;   // N
   int64_t inputs;    // K
   int64_t units;     // of a panel; padded with zeros to whole units and groups
@@ -24,6 +24,7 @@ struct Linear {
   int64_t header() const { return !is_grouped(format) ? 0 : zeros ? 2 * kHeader : kHeader; }
   int64_t panel_bytes() const { return units * kUnitBytes + groups() * header(); }
   int64_t offset(int64_t unit) const { return unit * kUnitBytes + unit / group_units * header(); }
+  int integers_offset() const { return format == W_I8_DYN ? 128 : format == W_I4_DYN ? nibbles->offset : 0; }  // of what is multiplied
   int64_t steps() const { return units * steps_per_unit(format); }
 };
 
