@@ -20,7 +20,7 @@ from draftwise.quantization.fp4 import mxfp4_codes
 from draftwise.quantization.scheme import parse_scheme
 from draftwise.quantization.weights import E2M1, NF4, QuantizedWeight, quantize_rows, stack_rows
 
-OVER = pytest.mark.parametrize("dynamic", [False, True], ids=["rows as they are", "rows rounded"])
+OVER = pytest.mark.parametrize("dynamic", [False, True], ids=["kept", "rounded"])
 
 
 @pytest.fixture(params=list(Isa), ids=lambda isa: isa.name.lower())
