@@ -282,7 +282,8 @@ class StepResult:
 
     Times in seconds of the host's clock: ``input_time`` applying the diff and building inputs, ``forward_time`` the
     target's pass with logits, ``verify_time`` sampling, verification and compaction, ``draft_time`` the proposers, what
-    they keep of the target's pass included, ``draft_forward_time`` that part of it which their models' passes took.
+    they keep of the target's pass included, ``draft_forward_time`` that part of it which their models' passes took,
+    ``steady_round_time`` a round of the later half of several, all in all (median); 0: not known.
     Who cannot tell leaves ``forward_time`` and ``draft_time`` at 0."""
 
     step: int
@@ -292,6 +293,7 @@ class StepResult:
     verify_time: float = 0.0
     draft_time: float = 0.0
     draft_forward_time: float = 0.0
+    steady_round_time: float = 0.0
     drafter_failures: tuple[DrafterFailure, ...] = ()
     earlier: tuple[Sequence[RowResult], ...] = ()
 

@@ -133,8 +133,8 @@ def test_who_drafts_once_drafts_behind_the_first_round(method: str, monkeypatch:
         core: Any = llm._engine.core  # type: ignore[union-attr]
         rounds, execute = core.scheduler._controller.rounds, core.executor.execute
 
-        def told(rids: list[int], most: int) -> tuple[int, RoundCuts | None]:
-            answer = rounds(rids, most)
+        def told(rids: list[int], most: int, usual: int) -> tuple[int, RoundCuts | None]:
+            answer = rounds(rids, most, usual)
             if len(rids) != 2 or answer[0] < 2:
                 return answer
             whole = 4 * bytes(range(CUT_BYTES // 4))
@@ -385,6 +385,28 @@ def test_steps_are_short_while_control_learns(monkeypatch: pytest.MonkeyPatch) -
             llm.generate(PROMPTS[0], params, use_tqdm=False)
     assert max(rounds for settled, rounds in seen if not settled) == 8
     assert max(rounds for settled, rounds in seen if settled) == 32
+
+
+def test_what_a_round_of_the_later_half_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_or_skip()
+    without_hurry(monkeypatch)
+    with LLM(speculative_config={"method": "none"}) as llm:
+        assert llm._engine is not None
+        executor = llm._engine.core.executor
+        execute, results = executor.execute, []
+
+        def executed(plan: StepPlan) -> StepResult:
+            results.append(execute(plan))
+            return results[-1]
+
+        monkeypatch.setattr(executor, "execute", executed)
+        llm.generate(PROMPTS[0], ASKED[0].replace(max_tokens=100, ignore_eos=True), use_tqdm=False)
+    several = [result for result in results if result.num_rounds > 1]
+    assert len(several) >= 3
+    for result in several:
+        whole = result.forward_time + result.verify_time + result.draft_time
+        # what lies between two rounds is a part of it, too; half of them take as long or longer
+        assert 0 < result.steady_round_time < 2.5 * (whole + result.input_time) / result.num_rounds
 
 
 def test_where_there_are_none() -> None:

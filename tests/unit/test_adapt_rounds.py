@@ -140,7 +140,7 @@ def test_steps_are_long_once_control_has_learned() -> None:
         settled.append(controller.settled)
     assert not any(settled[: controller.settings.warm_steps]) and settled[-1]
     drafter = drafter_of(controller, next(iter(controller._drafters)))
-    drafter.group.cap, drafter.group.num_steps, drafter.group.num_drafts = None, 0, 0  # as if it were new
+    drafter.group.cap, drafter.group.num_rounds, drafter.group.num_drafts = None, 0, 0  # as if it were new
     controller._decisions.decide(controller._step)
     assert not controller.settled
     controller._ledger.suspended = True
@@ -241,3 +241,51 @@ def test_a_step_of_one_round_says_little_where_steps_have_several(usual: float, 
         controller._explorer.rounds = usual
         controller.observe(StepResult(0, [], forward_time=0.005), StepShape(1, 1, 0, 100), 0.005)
     assert controller.model.target_time(1, 1, 100) == pytest.approx(seconds, rel=0.1)
+
+
+def test_plain_rounds_behind_drafts_are_those_of_warm_caches() -> None:
+    """Eight of 0.8 ms but for the first ones; planning and cold caches, 1.9 ms, count as for one of 32."""
+    times = AdaptiveController()._rounds
+    times._several = True
+    step = Planned(5, most_rounds=8, usual_rounds=32)
+    result = StepResult(0, [], earlier=([],) * 7, forward_time=7.7, steady_round_time=0.8)
+    of_one = times.of_one(result, step, 0.8 * 8 + 1.9, plain=True)
+    assert of_one == pytest.approx(0.8 + 1.9 / 32) and times.samples(result) == 3
+    assert times.of_one(result, step, 8.3) == pytest.approx(8.3 / 8)  # with drafts: what it took
+    few = StepResult(0, [], earlier=([],), forward_time=1.6, steady_round_time=0.8)
+    assert times.samples(few) == 1
+
+
+def test_one_plain_step_of_several_rounds_is_enough_to_know_what_they_take() -> None:
+    controller = AdaptiveController()
+    planned(controller)
+    controller._rounds._several = True
+    controller.begin(1)
+    rows = [row() for _ in range(8)]
+    result = StepResult(
+        0, rows[:1], earlier=tuple([r] for r in rows[1:]), forward_time=0.01, steady_round_time=0.001
+    )
+    controller.observe(result, StepShape(1, 1, 0, 100), 0.01)
+    assert controller.model.times_measured(1, 1, 100) == 3
+    assert controller.model.target_time(1, 1, 100) == pytest.approx(0.00125)
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_a_trial_is_counted_in_rounds(rounds: int) -> None:
+    """24 with drafts, and then times decide: a step of several says as much as several."""
+    controller = AdaptiveController()
+    shares = []
+    for _ in range(100):
+        _, (budget,) = planned(controller, waiting=4 if shares else 0)
+        group = drafter_of(controller, 1).group
+        if group.cap is not None:
+            break
+        shares.append(rounds if budget else 0)
+        drafted = 4 if budget else 0
+        results = [[row(drafted=drafted, accepted=drafted // 2, proposed=drafted)] for _ in range(rounds)]
+        controller.observe(
+            StepResult(0, results[0], earlier=tuple(results[1:]), forward_time=0.001 * rounds),
+            StepShape(1, 1 + drafted, 0, 100),
+            (0.002 if drafted else 0.001) * rounds,
+        )
+    assert 24 <= sum(shares) < 32

@@ -80,7 +80,7 @@ class AdaptiveController(Controller):
     def settled(self) -> bool:
         if not self._groups or self._ledger.suspended:  # nobody drafts
             return True
-        return self._step > self.settings.warm_steps and not self._decisions.guessed
+        return self._rounds.seen > self.settings.warm_steps and not self._decisions.guessed
 
     def begin(self, batch_size: int) -> Planned:
         self._step += 1
@@ -165,7 +165,7 @@ class AdaptiveController(Controller):
         planned.asked.add(rid)
         group = planned.drafting.get(drafter.group)
         if group is None:
-            drafter.group.num_steps += 1
+            drafter.group.num_rounds += 1
             planned.drafting[drafter.group] = [1, nodes, lag]
         else:
             group[0] += 1
@@ -198,9 +198,9 @@ class AdaptiveController(Controller):
             drafter.before = None
         return cut
 
-    def rounds(self, rids: Sequence[int], most: int) -> tuple[int, RoundCuts | None]:
+    def rounds(self, rids: Sequence[int], most: int, usual: int = 0) -> tuple[int, RoundCuts | None]:
         planned = self._planned
-        planned.most_rounds = most
+        planned.most_rounds, planned.usual_rounds = most, max(most, usual)
         if not self._groups:
             return most, None
         if self._explorer.deep is not None:
@@ -245,10 +245,13 @@ class AdaptiveController(Controller):
         rounds = result.num_rounds
         if not shape.prompt_rows:
             self._rounds.saw(rounds)
+        for group in planned.drafting:
+            group.num_rounds += rounds - 1  # the first was counted when it was planned
         accepted, drafted, apart = self._observe_rounds(result, planned)
         if seconds is None:
             return
-        whole, seconds = seconds, self._rounds.of_one(result, planned, seconds)
+        undrafted = not (planned.drafting or drafted)
+        whole, seconds = seconds, self._rounds.of_one(result, planned, seconds, plain=undrafted)
         if rounds > 1:
             shape.rows = shape.requests + (drafted and max(round(drafted / rounds), 1))
         if apart:  # a pass more than steps have whose requests all draft, or decode plainly
@@ -281,7 +284,7 @@ class AdaptiveController(Controller):
         if unlike:
             usual = self.model.target_time(shape.requests, shape.rows, shape.context, shape.sampled)
         elif not untimed:  # what was guessed by the target's part says nothing of that
-            usual = self.model.observe_target(shape, usual)
+            usual = self.model.observe_target(shape, usual, self._rounds.samples(result) if undrafted else 1)
         if drafting:
             usual += self._drafting_time.observe(draft_time, shape, planned)
         if drafting and shape.prompt_rows:

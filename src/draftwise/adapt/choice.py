@@ -63,7 +63,7 @@ class Group:
     hopeful: bool = True  # at this batch size, drafts that were all accepted would pay
     last_cap: int = 0  # the last one that was not 0
     last_deep: int = 0  # step of the last look beyond `cap`, or of the last trial of the whole group
-    num_steps: int = 0  # steps in which it drafted
+    num_rounds: int = 0  # in which it drafted
     num_drafts: int = 0  # proposals verified
     num_accepted: int = 0  # drafts accepted of them
     chosen_for: int = 0  # requests in the batch when `cap` was chosen

@@ -126,10 +126,11 @@ class Controller(ABC):
             if nodes:
                 self.granted(rid, nodes)
 
-    def rounds(self, rids: Sequence[int], most: int) -> tuple[int, RoundCuts | None]:
+    def rounds(self, rids: Sequence[int], most: int, usual: int = 0) -> tuple[int, RoundCuts | None]:
         """How many rounds the step that is planned may have, at most ``most``, for requests ``rids`` that all decode:
         in later ones each drafts as much as in the first (`granted`), and verifies what it drafted as far as is said
-        here. A round is what a step without further ones is."""
+        here. A round is what a step without further ones is. ``usual``: where more, what ``most`` is without the limit
+        for `settled`."""
         return 1, None
 
     def observe(  # noqa: B027
@@ -178,7 +179,7 @@ class StaticController(Controller):
         if type(self) is not StaticController:
             super().grant(rids, budgets)
 
-    def rounds(self, rids: Sequence[int], most: int) -> tuple[int, RoundCuts | None]:
+    def rounds(self, rids: Sequence[int], most: int, usual: int = 0) -> tuple[int, RoundCuts | None]:
         return (most, None) if type(self) is StaticController else (1, None)
 
 

@@ -108,9 +108,9 @@ class TimeCurve:
         cells = map(self._cells.get, keys)
         return sum(cell.count for cell in cells if cell is not None)
 
-    def observe(self, key: Key, features: tuple[float, ...], seconds: float) -> float:
-        """One measurement; answers what such a step takes by now, and what it was believed to take where few were
-        measured: the first one may be of cold caches or a busy machine."""
+    def observe(self, key: Key, features: tuple[float, ...], seconds: float, times: int = 1) -> float:
+        """One measurement, which says as much as so many; answers what such a step takes by now, or what it was believed
+        to take where few were measured: the first one may be of cold caches or a busy machine."""
         seconds = max(seconds, _TICK)
         self._measurements += 1
         cell = self._cells.get(key)
@@ -129,10 +129,13 @@ class TimeCurve:
         elif cell.count >= _KNOWN and cell.median > 0 and self._tells_speed:
             self._speed.observe(seconds / (cell.median * self._from(cell, features)))
         cell.last = self._measurements
-        cell.add(seconds / self._speed.value, features)
-        if cell.count <= _RING:
+        before = cell.count
+        for _ in range(times):
+            cell.add(seconds / self._speed.value, features)
+        if before < _RING:
             self._forget_guesses()
-            if cell.count in (1, _KNOWN, _RING) and len(self._cells) >= self._fit_at:
+            passed = any(before < mark <= cell.count for mark in (1, _KNOWN, _RING))
+            if passed and len(self._cells) >= self._fit_at:
                 self._fit()
         if self._measurements % _REFIT == 0:
             self._forget_guesses()

@@ -105,12 +105,13 @@ class Decisions:
         usual = max(settings.interval, _CHOICE_SECONDS / plain) / self.rounds
         usual = max(min(round(usual), round(settings.interval * quick)), 1)
         interval = max(round(settings.idle_interval / self.rounds), min(settings.interval, usual))
+        soon = max(round(settings.warm_interval / self.rounds), 1)
         self.guessed = False
         for (group, members), option in zip(groups, options, strict=True):
             trial = self._on_trial(group)
             if trial:
                 self.guessed = True
-                interval = min(interval, settings.warm_interval)
+                interval = min(interval, soon)
             else:
                 self._carry_out(group, members, option)
             drafts = trial or (option.cap > 0 and not self._ledger.suspended)
@@ -124,7 +125,7 @@ class Decisions:
             self.guessed = self.guessed or guessed
             early = guessed or step < settings.warm_steps
             self.stride = max(min(round(_STRIDE * quick), usual // _SAMPLES), 1)
-            interval = min(interval, settings.warm_interval if early else usual)
+            interval = min(interval, soon if early else usual)
             if step < settings.first_steps and not guessed:
                 interval = 1
         elif step < settings.first_steps:
@@ -154,9 +155,9 @@ class Decisions:
         """Whether the group goes on drafting what it was asked for, whatever its first times look like: a machine that
         is busy at that moment must not decide. Nearly no draft accepted is reason enough to stop."""
         settings = self._settings
-        if self._roster.batch > 2 or group.cap is not None or group.num_steps >= settings.trial_steps:
+        if self._roster.batch > 2 or group.cap is not None or group.num_rounds >= settings.trial_steps:
             return False
-        if group.num_steps < 2:  # what others lost before says nothing of this group
+        if group.num_rounds < 2:  # what others lost before says nothing of this group
             group.trial_floor = self._ledger.balance - settings.trial_loss
         if self._ledger.balance < group.trial_floor:
             return False

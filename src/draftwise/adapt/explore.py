@@ -70,7 +70,7 @@ class Explorer:
     def several(self) -> bool:
         """Whether steps have several rounds. The first one of a step meets cold caches and a thread that sleeps, so a
         plain step to learn from has several, too, behind one that verifies what waits."""
-        return self.rounds > 1.5
+        return self.rounds > 1.2
 
     def pause_if_untimed(self) -> None:
         """Nothing is known of plain steps, and steps with drafting say nothing about them: make some."""

@@ -152,13 +152,14 @@ class PerformanceModel:
 
     # ----------------------------------------------------------------------------------------- observation
 
-    def observe_target(self, shape: StepShape, seconds: float) -> float:
-        """A step's part of the target; answers what such a step takes by now (with a prompt in it: ``seconds``)."""
+    def observe_target(self, shape: StepShape, seconds: float, times: int = 1) -> float:
+        """A step's part of the target, which says as much as those of so many steps; answers what such a step takes by
+        now (with a prompt in it: ``seconds``)."""
         requests, rows, context = shape.requests, shape.rows, shape.context
         if not shape.prompt_rows:
             key = (bucket(requests), bucket(rows), _context_bucket(context, requests))
             features = _target_features(requests, rows, context)
-            return self._target(shape.sampled).observe(key, features, seconds)
+            return self._target(shape.sampled).observe(key, features, seconds, times)
         decoding = self.target_time(requests, rows, context, shape.sampled) if requests else 0.0
         if seconds > decoding:
             self._prompt.add((seconds - decoding) / shape.prompt_rows / self._speed.value, (1.0,))

@@ -30,6 +30,7 @@ class Planned:
     asked: set[int] = field(default_factory=set)  # requests that draft
     once: set[int] = field(default_factory=set)  # those that draft behind the first round only
     most_rounds: int = 1  # that a step of this length may have
+    usual_rounds: int = 1  # the same, once control has learned
     before: dict[int, int] = field(default_factory=dict)
     """Request -> what was known, when this step was planned, of its proposal before (`Drafter.before`)."""
 

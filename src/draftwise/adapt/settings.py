@@ -20,7 +20,7 @@ class AdaptiveSettings:
     loss_share: float = 0.01
     loss_steps: float = 24.0
     trial_steps: int = (
-        24  # drafting steps of a new group before times decide about it: the first ones say little
+        24  # drafting rounds of a new group before times decide about it: the first ones say little
     )
     trial_loss: float = 5.0  # plain steps lost that end every trial
     first_steps: int = 12  # choose every step

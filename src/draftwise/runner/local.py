@@ -285,7 +285,7 @@ class LocalExecutor(Executor):
     ) -> StepResult:
         """Draft what native code could not, behind the last of several rounds."""
         drafting, before = self._drafting, self._clock()
-        rounds, members, wanted, forward_time, verify_time, draft_time, computing = found
+        rounds, members, wanted, forward_time, verify_time, draft_time, computing, steady = found
         input_time = max(before - start - forward_time - verify_time - draft_time, 0.0)
         if wanted.rows:
             drafting.propose(wanted)
@@ -300,6 +300,7 @@ class LocalExecutor(Executor):
             verify_time,
             draft_time,
             computing,
+            steady,
             drafting.take_failures(),
             tuple(rounds),
         )

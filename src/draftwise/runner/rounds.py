@@ -70,6 +70,7 @@ class ComputedRounds(NamedTuple):
     verify_time: float
     draft_time: float
     draft_forward_time: float
+    steady_time: float
 
 
 _NOBODY = _Drafter(None, None, None)
@@ -302,6 +303,7 @@ class RoundSteps:
             1e-9 * record.verify_ns,
             spent,
             spent if drafter.drafts is not None and drafter.drafts.computes else 0.0,
+            1e-9 * record.steady_ns,
         )
 
 

@@ -57,12 +57,12 @@ class RoundRoom:
         seconds = self._seconds[plain] or self._seconds[not plain]
         if self._most < 2 or not seconds:
             return 1, None
-        most = min(self._most, int(step_seconds(members) / seconds))
+        usual = most = min(self._most, int(step_seconds(members) / seconds))
         if members.watched or not controller.settled:
             most = min(most, _FEW_ROUNDS, int(ROUND_SECONDS / seconds))
         if most < 2:
             return 1, None
-        rounds, cuts = controller.rounds(shares.rids, most)
+        rounds, cuts = controller.rounds(shares.rids, most, usual)
         if rounds < 2:
             return 1, None
         free = self._kv.num_free - self._step_blocks(running)

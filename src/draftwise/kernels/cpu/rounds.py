@@ -118,6 +118,7 @@ class RoundsRecord(ctypes.Structure):
         ("forward_ns", _I64),
         ("verify_ns", _I64),
         ("draft_ns", _I64),
+        ("steady_ns", _I64),
     )
 
 

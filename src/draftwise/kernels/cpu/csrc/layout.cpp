@@ -68,7 +68,7 @@ const Field fields[] = {
     DW_FIELD(Rounds, kept_bytes), DW_FIELD(Rounds, num_kept), DW_FIELD(Rounds, numbers), DW_FIELD(Rounds, tokens),
     DW_FIELD(Rounds, nodes), DW_FIELD(Rounds, paths), DW_FIELD(Rounds, sizes), DW_FIELD(Rounds, going), DW_FIELD(Rounds, done),
     DW_FIELD(Rounds, drafted), DW_FIELD(Rounds, feature_rows), DW_FIELD(Rounds, forward_ns), DW_FIELD(Rounds, verify_ns),
-    DW_FIELD(Rounds, draft_ns),
+    DW_FIELD(Rounds, draft_ns), DW_FIELD(Rounds, steady_ns),
     DW_FIELD(Guesses, layers), DW_FIELD(Guesses, budgets), DW_FIELD(Guesses, max_len), DW_FIELD(Guesses, stream), DW_FIELD(Guesses, target_ids),
     DW_FIELD(Guesses, q), DW_FIELD(Guesses, tree), DW_FIELD(Guesses, nodes), DW_FIELD(Guesses, method),
     DW_FIELD(MedusaLayers, first), DW_FIELD(MedusaLayers, later), DW_FIELD(MedusaLayers, outputs), DW_FIELD(MedusaLayers, heads),

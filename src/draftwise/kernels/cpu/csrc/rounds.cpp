@@ -26,7 +26,7 @@ struct Memory {
   std::vector<uint64_t> ancestors, q_at;
   std::vector<VerifyDraw> draws;
   std::vector<int64_t> rows, moves, read, columns;
-  std::vector<int64_t> looked;
+  std::vector<int64_t> looked, spans;  // spans: nanoseconds of each round
   std::vector<int32_t> drafts, sizes, found_sizes, filled, most, own_budgets;
   std::vector<RowBook*> found_books;
   int64_t width;  // of what is looked up
@@ -326,11 +326,11 @@ bool draft(Rounds& ask, Pool* pool, Memory& m) {
   }
 }
 
-void run(Rounds& ask, Pool* pool) {
-  static thread_local Memory m;
+void run_all(Rounds& ask, Pool* pool, Memory& m) {
   const int64_t begun = now();
   ask.done = 0, ask.drafted = 0, ask.feature_rows = 0;
-  ask.forward_ns = ask.verify_ns = ask.draft_ns = 0;
+  ask.forward_ns = ask.verify_ns = ask.draft_ns = ask.steady_ns = 0;
+  m.spans.clear();
   if (ask.ask != nullptr && ask.features != nullptr)  // a drafter that was not told of some tokens goes on behind a gap, which Python makes
     for (int64_t r = 0; r < ask.requests; r++)
       if (ask.ask->seen[r] != ask.books[r]->num_computed) return;
@@ -347,10 +347,20 @@ void run(Rounds& ask, Pool* pool) {
     for (int64_t r = 0; r < ask.requests; r++) numbers[WAITING_COLUMN * ask.requests + r] = (int32_t)ask.books[r]->waiting;
     ask.done++;
     const int64_t end = now();
+    m.spans.push_back(end - start);
     ask.forward_ns += passed - laid, ask.verify_ns += decided - passed, ask.draft_ns += end - decided;
     if (!all || !ask.drafted || end - begun + (end - start) > ask.most_ns || __atomic_load_n(ask.hurry, __ATOMIC_RELAXED)) return;
     start = end;
   }
+}
+
+void run(Rounds& ask, Pool* pool) {
+  static thread_local Memory m;
+  run_all(ask, pool, m);
+  if (m.spans.empty()) return;
+  const auto later = m.spans.begin() + (ptrdiff_t)m.spans.size() / 2, middle = later + (m.spans.end() - later) / 2;
+  std::nth_element(later, middle, m.spans.end());
+  ask.steady_ns = *middle;
 }
 
 }  // namespace

@@ -94,6 +94,7 @@ struct Rounds {
   int64_t drafted;           // whether the drafts behind the last one were made; else nothing was asked for them
   int64_t feature_rows;      // of the last one
   int64_t forward_ns, verify_ns, draft_ns;
+  int64_t steady_ns;         // of a round of the later half, all in all: their median
 };
 
 }  // namespace dw
