@@ -109,8 +109,8 @@ class TimeCurve:
         return sum(cell.count for cell in cells if cell is not None)
 
     def observe(self, key: Key, features: tuple[float, ...], seconds: float, times: int = 1) -> float:
-        """One measurement, which says as much as so many; answers what such a step takes by now, or what it was believed
-        to take where few were measured: the first one may be of cold caches or a busy machine."""
+        """One measurement, which says as much as so many. Answers what such a step takes by now, and no more than was
+        believed where few were measured: the first one may be of cold caches or a busy machine."""
         seconds = max(seconds, _TICK)
         self._measurements += 1
         cell = self._cells.get(key)
