@@ -289,3 +289,32 @@ def test_a_trial_is_counted_in_rounds(rounds: int) -> None:
             (0.002 if drafted else 0.001) * rounds,
         )
     assert 24 <= sum(shares) < 32
+
+
+@pytest.mark.parametrize("price", [0.0, 0.002])
+def test_what_steps_cost_that_are_no_part_of_others_is_paid_for(price: float) -> None:
+    """A pause takes two steps of one round more than its plain one, and a look deeper one, where others have many."""
+    prices = Prices(1, 100, False, 0.001, 5, False)
+
+    def explorer() -> Explorer:
+        made = Explorer(PerformanceModel(), 0.004, 8.0)
+        for _ in range(9):
+            made._model.observe_target(StepShape(1, 1, 0, 100), 0.001)
+        made.rounds, made.step_price = 8.0, price
+        made.saw_plain(1)
+        made.begin(5000)
+        made._funds = 0.005  # half of eight rounds and one is 0.0045
+        return made
+
+    pause = explorer()
+    pause.look(prices, 2.0, True, list)
+    assert pause.pausing == (price == 0.0)
+    controller = AdaptiveController()
+    planned(controller)
+    drafter = drafter_of(controller, 1)
+    group = drafter.group
+    group.cap, group.last_deep = 2, 0
+    deep = explorer()
+    deep._funds = 0.001
+    deep._look_deeper(group, [drafter], prices)
+    assert (deep.deep is group) == (price == 0.0)

@@ -23,6 +23,11 @@ _LEAST_REMAINING = 16
 """
 PAUSE_ROUNDS = 8
 """The most of the plain step of a pause: of more, it would cost more than can be saved up, and never be made."""
+_PAUSE_STEPS = 3
+"""Steps of a pause where others have several rounds: one that verifies what waits, the plain one, and one that drafts
+again, since who catches up does so in a step of one round."""
+_LONGEST_WAIT = 1000
+"""Rounds between pauses, at most, though they are dear."""
 _SURE = 9
 """Samples of a plain step that are enough."""
 
@@ -53,6 +58,8 @@ class Explorer:
         drafting, unless that pauses, too."""
         self.rounds = 1.0
         """Of a step, lately. Waits are meant in rounds."""
+        self.step_price = 0.0
+        """Seconds of a step of several rounds that it would not take if its rounds were part of another."""
         self._step = self._pause_until = 0
         self._next_look = 0  # step
         self._funds = 0.0  # seconds that may be spent
@@ -167,6 +174,8 @@ class Explorer:
         if self.several:
             steps, rounds = 2, 1 + min(round(self.rounds), PAUSE_ROUNDS)
         cost = rounds * prices.plain * (1 - 1 / rate_gain)
+        if self.several:
+            cost = min(cost + _PAUSE_STEPS * self.step_price, self._most_steps * prices.plain)
         # Never measured at this size, and every comparison rests on it; and the first few samples are on the house.
         # Where none comes of it, since all steps have prompts in them, it is tried again after 16, 32, ... rounds.
         if seen is None or (not plain_known and step >= seen + max(self._steps(8), 3 * steps)):
@@ -174,7 +183,7 @@ class Explorer:
                 return False
             self._unseen += 1
             cost = 0.0
-        elif not plain_known or step < seen + self._pause_interval(prices, rate_gain) or self._funds < cost:
+        elif not plain_known or step < seen + self._pause_interval(prices, cost) or self._funds < cost:
             return False
         self.pausing = True
         self._pause_until = step + steps
@@ -182,17 +191,17 @@ class Explorer:
         self.num_pauses += 1
         return True
 
-    def _pause_interval(self, prices: Prices, rate_gain: float) -> int:
+    def _pause_interval(self, prices: Prices, cost: float) -> int:
         """Steps between plain ones, such that they take 0.2 % of the time: a wrong belief must be
         found out. The first samples, of a machine that is not warm yet, are soon followed by others.
 
         Example: at a gain of 1.1 a plain step loses 0.09 steps every 96 steps; at 2 it loses half a one,
-        every 250.
+        every 250. Where one of eight rounds loses 6, 1000 rounds are between them.
         """
         n = prices.requests
         if self._model.times_measured(n, n, prices.context, prices.sampled) < _SURE:
             return self._steps(32)
-        return self._steps(max(96, round(500 * (1 - 1 / rate_gain))))
+        return self._steps(min(max(96, round(500 * cost / prices.plain)), _LONGEST_WAIT))
 
     def _steps(self, rounds: int) -> int:
         """Steps that so many rounds take, at least one."""
@@ -235,6 +244,7 @@ class Explorer:
         cost = min(self._price(group, count, nodes, prices), prices.plain)
         if not group.hopeful:
             cost *= _HOPELESS
+        cost += self._alone(group)
         late = self._catch_up(group, chosen, nodes)
         if late > _DEAREST * self._most_steps * prices.plain:
             return float("inf")
@@ -249,6 +259,11 @@ class Explorer:
             member.last_probe = self._step
             member.history.counts.fade(0.5)
         return 0.0
+
+    def _alone(self, group: Group) -> float:
+        """Seconds that a probe of a model takes more because its step has one round, where others have several. That of a
+        look-up is a part of any step."""
+        return 0.0 if group.evident else self.step_price
 
     def _catch_up(self, group: Group, members: Sequence[Drafter], nodes: int) -> float:
         """Seconds it takes until the drafter has seen what these requests committed without it."""
@@ -270,6 +285,7 @@ class Explorer:
         # As in `_probe`: the belief may be wrong. Where passes were timed at the start, it is not.
         if self._pauses:
             cost = min(cost, 0.5 * self._most_steps * prices.plain)
+        cost += self._alone(group)
         need = cost + self._catch_up(group, idle, nodes)
         if need > self._funds:
             return need
@@ -296,9 +312,10 @@ class Explorer:
         cost += model.target_time(n, n + count * cap, prices.context, prices.sampled) - model.target_time(
             n, n + count * group.cap, prices.context, prices.sampled
         )
+        cost = min(max(cost, 0.0) + self.step_price, self._most_steps * prices.plain)
         if cost > self._funds:
             return
-        self._funds -= max(cost, 0.0)
+        self._funds -= cost
         group.last_deep = self._step
         self.deep = group
         self.num_probes += count

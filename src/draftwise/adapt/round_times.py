@@ -12,7 +12,7 @@ _WARM_ROUNDS = 4
 _SAMPLES = 3
 """So many steps say as much as the later half of such a step."""
 _SHARE = 0.25
-"""The weight of the newest step in the number of rounds that steps have lately."""
+"""The weight of the newest step in what is said of steps lately."""
 
 
 class RoundTimes:
@@ -57,6 +57,8 @@ class RoundTimes:
             return seconds / rounds
         if plain and self.samples(result) > 1:
             rest = max(seconds - rounds * result.steady_round_time, 0.0)
+            known = self._explorer.step_price
+            self._explorer.step_price = known + _SHARE * (rest - known) if known else rest
             return result.steady_round_time + rest / max(rounds, planned.usual_rounds)
         own = result.forward_time + result.verify_time + result.draft_time
         shared = max(seconds - own, 0.0) if own else 0.0
