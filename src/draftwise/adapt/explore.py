@@ -261,8 +261,8 @@ class Explorer:
         return 0.0
 
     def _alone(self, group: Group) -> float:
-        """Seconds that a probe of a model takes more because its step has one round, where others have several. A look-up's
-        is a part of any step."""
+        """Seconds that a probe of a model takes more because its step has one round, where others have several. A probe
+        of a look-up is a part of any step."""
         return 0.0 if group.evident else self.step_price
 
     def _catch_up(self, group: Group, members: Sequence[Drafter], nodes: int) -> float:
