@@ -12,6 +12,7 @@ one, and further lines say how much faster this one is. Every engine runs in a p
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import statistics
 import subprocess
@@ -87,6 +88,8 @@ def serve(method: str, tokens: int) -> None:
 
     if native_library() is None:
         raise SystemExit(f"{draftwise.__file__}: the native library is not built")
+    # prompts are cut from a file that is longer than the model's context
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     tokenizer = load_tokenizer(str(embedded_path("target")))
     prompts: list[TokensPrompt] = [
         {"prompt_token_ids": list(ids)} for ids in code_prompts(tokenizer, 64, PROMPT, 0)
