@@ -15,7 +15,7 @@ def test_every_format_and_row_count_is_measured() -> None:
     native_or_skip()
     seen: list[str] = []
     report = bench_kernels(
-        formats=["bfloat16", "int4_g32", "nvfp4"],
+        formats=["bfloat16", "int4_g32", "nvfp4", "nvfp4_dynamic"],
         rows=[3],
         threads=1,
         rounds=2,
@@ -30,10 +30,12 @@ def test_every_format_and_row_count_is_measured() -> None:
         ("int4_g32", 3),
         ("nvfp4", 1),
         ("nvfp4", 3),
+        ("nvfp4_dynamic", 1),
+        ("nvfp4_dynamic", 3),
     ]
     read = {row.format: row.read_rate * row.seconds for row in report.rows}
     assert read["int4_g32"] < read["nvfp4"] < 0.5 * read["bfloat16"]
-    assert len(seen) == 3 * 6  # one round to warm up
+    assert len(seen) == 3 * 8  # one round to warm up
     assert report.peaks.keys() == {"bfloat16", "int8"} and report.bandwidth > 0 and report.threads == 1
     for row in report.rows:
         assert row.share == pytest.approx(row.roofline / row.seconds)

@@ -155,7 +155,7 @@ class Decisions:
         """Whether the group goes on drafting what it was asked for, whatever its first times look like: a machine that
         is busy at that moment must not decide. Nearly no draft accepted is reason enough to stop."""
         settings = self._settings
-        if self._roster.batch > 2 or group.cap is not None or group.num_rounds >= settings.trial_steps:
+        if self._roster.batch > 2 or group.cap is not None or group.num_rounds >= settings.trial_rounds:
             return False
         if group.num_rounds < 2:  # what others lost before says nothing of this group
             group.trial_floor = self._ledger.balance - settings.trial_loss

@@ -19,12 +19,12 @@ class AdaptiveSettings:
     explore_steps: float = 8.0
     loss_share: float = 0.01
     loss_steps: float = 24.0
-    trial_steps: int = (
-        24  # drafting rounds of a new group before times decide about it: the first ones say little
+    trial_rounds: int = (
+        24  # with drafts of a new group, before times decide about it: the first ones say little
     )
     trial_loss: float = 5.0  # plain steps lost that end every trial
     first_steps: int = 12  # choose every step
-    warm_steps: int = 48  # choose often
+    warm_steps: int = 48  # choose often; steps have few rounds for as many rounds
     warm_interval: int = 4
     interval: int = 16
     idle_interval: int = 128  # when no request drafts

@@ -46,8 +46,8 @@ _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 def _say_widened(dtype: torch.dtype) -> None:
     """Once per process."""
     logger.warning(
-        "experts stored as mxfp4 have kernels on CPUs over bfloat16 rows alone: they are widened to %s and take "
-        "several times as much memory", str(dtype).removeprefix("torch.")
+        "experts stored as mxfp4 have kernels on CPUs over rows in bfloat16, or rounded to int8 (quantization='int4'): "
+        "they are widened to %s and take several times as much memory", str(dtype).removeprefix("torch.")
     )  # fmt: skip
 
 
