@@ -209,6 +209,8 @@ def test_structured_answers(client: Any) -> None:
         ({"background": True}, "background is not supported"),
         ({"top_logprobs": 1}, "top_logprobs is not supported"),
         ({"truncation": "auto"}, "truncation"),
+        ({"metadata": {"run": 7}}, "metadata: .* string"),
+        ({"metadata": "run"}, "metadata: .* dictionary"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(client: Any, body: Any, words: str) -> None:
@@ -228,3 +230,11 @@ def test_what_says_nothing_is_taken(client: Any) -> None:
         truncation="disabled",
     )
     assert answer.store is False and answer.previous_response_id is None
+
+
+def test_what_the_request_said_comes_back(client: Any) -> None:
+    answer = client.responses.create(
+        model="tiny", input="x", max_output_tokens=2, metadata={"run": "7"}, reasoning={"effort": "low"}
+    )
+    assert answer.metadata == {"run": "7"} and answer.reasoning.effort == "low"
+    assert answer.truncation == "disabled" and answer.background is False

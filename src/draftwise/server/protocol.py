@@ -171,6 +171,7 @@ class ResponsesBody(GeneratingBody):
     tool_choice: Literal["none", "auto", "required"] | Object | None = None
     parallel_tool_calls: StrictBool | None = None
     truncation: Literal["disabled"] | None = None
+    metadata: dict[StrictStr, StrictStr] | None = Field(None, description="comes back with the answer")
     previous_response_id: StrictStr | None = Field(None, description="refused: nothing is stored")
     seed: StrictInt | None = None
     top_k: StrictInt | None = None

@@ -102,7 +102,10 @@ class _Answer:
             "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()],
             "tool_choice": "auto" if choice is None else choice,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "metadata": {},
+            "metadata": body.metadata or {},
+            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+            "truncation": "disabled",
+            "background": False,
             "error": None,
         }
 
