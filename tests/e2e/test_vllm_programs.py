@@ -247,7 +247,7 @@ def test_every_name_is_there_and_only_public_names_are_taken() -> None:
     ],
 )  # fmt: skip
 def test_what_is_absent_says_so(name: str) -> None:
-    for kind in (LLM, AsyncLLM) if name != "enqueue" else (LLM,):
+    for kind in (LLM, LLMEngine, AsyncLLM) if name != "enqueue" else (LLM,):
         engine = kind.__new__(kind)
         with pytest.raises(RequestError, match=f"^{name}: "):
             getattr(engine, name)(["text"], level=1)
@@ -265,6 +265,34 @@ def test_objects_of_vllm_behind_an_engine_are_named_and_not_there() -> None:
 def test_an_engine_of_engine_args() -> None:
     with LLM.from_engine_args(EngineArgs(model=MODEL, max_model_len=64)) as llm:
         assert llm.max_model_len == 64
+
+
+def test_engines_of_every_kind_say_the_same_of_themselves() -> None:
+    params = SamplingParams(max_tokens=4, temperature=0)
+    messages = [{"role": "user", "content": "hello"}]
+    engines: list[Any] = [LLM(MODEL, max_model_len=64), LLMEngine(MODEL, max_model_len=64)]
+    engines.append(AsyncLLM(MODEL, max_model_len=64))
+    llm, stepped, _ = engines
+    try:
+        for engine in engines:
+            assert engine.max_model_len == engine.config.max_model_len == 64
+            assert engine.vocab_size == llm.vocab_size and engine.guarantees == llm.guarantees
+            assert engine.get_default_sampling_params() == llm.get_default_sampling_params()
+            assert {metric.name for metric in engine.get_metrics()} == {m.name for m in llm.get_metrics()}
+            plain = engine.apply_chat_template(messages, chat_template="{{ messages[0].content }}")
+            assert plain["prompt_token_ids"] == llm.get_tokenizer().encode("hello")
+        stepped.add_request("0", "def a(", params)
+        assert not stepped.reset_prefix_cache() or stepped.stats().num_used_blocks == 0
+        while stepped.has_unfinished_requests():
+            stepped.step()
+        stepped.reset_drafters()
+        assert stepped.reset_prefix_cache() and stepped.stats().num_requests_finished == 1
+        stepped.check_integrity()
+    finally:
+        for engine in engines:
+            engine.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        stepped.stats()
 
 
 def test_health_under_the_names_of_vllm() -> None:

@@ -16,9 +16,8 @@ from tests.fakes.tiny import save_llama
 
 from draftwise import LLM, AsyncLLM, LoRARequest, SamplingParams
 from draftwise.engine import adapters
-from draftwise.engine.adapters import at_once
 from draftwise.engine.stepped import LLMEngine
-from draftwise.errors import EngineDeadError
+from draftwise.errors import EngineDeadError, RequestError
 from draftwise.runner.local import LocalExecutor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -82,12 +81,16 @@ def test_the_last_step_leaves_as_many_as_are_kept(world: World) -> None:
 def test_what_was_unloaded_goes_when_its_requests_have_ended(world: World) -> None:
     engine = LLMEngine(world.model, **OPTIONS)
     assert engine._engine is not None
-    books, core = engine._engine.adapters, engine._engine.core
+    core = engine._engine.core
     for known in world.requests[:2]:
-        books.add(known, at_once)
+        assert engine.add_lora(known)
+    with pytest.raises(RequestError, match="lora_int_id 1 is in use"):
+        engine.add_lora(world.requests[0])
+    assert engine.list_loras() == list(world.requests[:2])
     engine.add_request("first", PROMPT, GREEDY, lora_request=world.requests[0])
     engine.step()
-    assert books.remove(1, at_once)
+    assert engine.remove_lora(1) and not engine.remove_lora(1)
+    assert engine.list_loras() == [world.requests[1]]
     engine.add_request("second", PROMPT, GREEDY, lora_request=world.requests[1])
     assert len(core.adapters) == 2
     while engine.has_unfinished_requests():

@@ -18,15 +18,14 @@ from draftwise import lifetime
 from draftwise.config import EngineConfig, resolve_engine_config
 from draftwise.config.lora import LoRARequest
 from draftwise.engine.absent import Absent
-from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
-from draftwise.engine.chats import chat_prompt
+from draftwise.engine.builder import Engine, build_engine, check_alone
 from draftwise.engine.contained import contained
 from draftwise.engine.core import CacheListener
 from draftwise.engine.group import Reading, RequestGroup
 from draftwise.engine.health import Health
-from draftwise.engine.llm import engine_stats
+from draftwise.engine.inspection import Inspection
 from draftwise.engine.loops import running_loop
-from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
+from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.processor import Numbers
 from draftwise.engine.prompts import PromptLike, one_prompt, own_params
 from draftwise.engine.readers import Readers
@@ -45,7 +44,7 @@ StepObserver = Callable[[Sequence[RequestUpdate]], None]
 """Called with the changes of every step, in the engine's thread. It must be quick."""
 
 
-class AsyncLLM(Health, Absent):
+class AsyncLLM(Health, Inspection, Absent):
     """A model and its drafters behind an asynchronous interface; takes the arguments of `LLM`.
 
     async for output in engine.generate("def main(", SamplingParams(max_tokens=32)):
@@ -277,28 +276,6 @@ class AsyncLLM(Health, Absent):
         with self._wakeup:
             return sum(self.abort(request_id) for request_id in list(self._streams))
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Messages -> a prompt of token ids, as the model's chat template says; ``template_options``: further
-        variables of the template. A long conversation takes long: see `render_chat`. Raises RequestError."""
-        return chat_prompt(
-            tokenizer_of(self._engine),
-            messages,
-            limits=self._engine.processor.limits,
-            max_model_len=self.max_model_len,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            template_options=template_options,
-        )
-
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """`apply_chat_template` in a thread, with its options. Raises RequestError."""
         work = functools.partial(self.apply_chat_template, messages, **options)
@@ -370,36 +347,12 @@ class AsyncLLM(Health, Absent):
 
     # ------------------------------------------------------------------------------------------ inspection
 
-    @property
-    def config(self) -> EngineConfig:
-        return self._engine.config
-
-    @property
-    def guarantees(self) -> Guarantees:
-        """Which promises hold for this engine as configured."""
-        return self._engine.guarantees
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
-        return self._engine.processor.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of token ids: those of prompts must be smaller."""
-        return self._engine.processor.vocab_size
-
-    def get_tokenizer(self) -> Any:
-        """The Transformers tokenizer."""
-        return tokenizer_of(self._engine)
+    def _inspected(self) -> Engine:
+        return self._engine  # a closed one, too: `close` leaves what it says of itself
 
     def get_num_unfinished_requests(self) -> int:
         """The number of prompts that run or wait."""
         return len(self._streams)
-
-    def stats(self) -> EngineStats:
-        """Blocks, queue and totals now."""
-        return engine_stats(self._engine)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False while requests hold some."""
@@ -415,10 +368,6 @@ class AsyncLLM(Health, Absent):
         self._thread.between_steps(
             self._engine.core.executor.forget
         )  # drafters belong to the thread that steps
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the engine's books do not agree."""
-        self._engine.core.check_integrity()
 
     # ------------------------------------------------------------------------------------------ life cycle
 

@@ -10,17 +10,15 @@ from typing import Any, Self
 import torch
 
 from draftwise import lifetime
-from draftwise.config import EngineConfig, resolve_engine_config
+from draftwise.config import resolve_engine_config
 from draftwise.config.lora import LoRARequest
 from draftwise.engine.absent import Absent
 from draftwise.engine.adapters import at_once
-from draftwise.engine.builder import Engine, build_engine, check_alone, tokenizer_of
-from draftwise.engine.chats import chat_prompt
-from draftwise.engine.defaults import default_params
-from draftwise.engine.group import RequestGroup, speculation_metrics
+from draftwise.engine.builder import build_engine, check_alone
+from draftwise.engine.group import RequestGroup
+from draftwise.engine.inspection import Inspection
 from draftwise.engine.interrupts import WholeSteps
-from draftwise.engine.metric_list import Metric, metric_list
-from draftwise.engine.outputs import EngineStats, Guarantees, RequestOutput
+from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.own_steps import OwnSteps
 from draftwise.engine.progress import RequestProgress, on_terminal
 from draftwise.engine.prompts import PromptLike, all_prompts, own_params, unlike_params
@@ -30,7 +28,7 @@ from draftwise.errors import RequestError, shown
 from draftwise.sampling.params import SamplingParams
 
 
-class LLM(OwnSteps, Absent):
+class LLM(OwnSteps, Inspection, Absent):
     """A model, its drafters, and an engine that generates with them.
 
     ``model`` is a local folder, a GGUF file or a hub id; omitted, it is the embedded demo model with its MTP layer,
@@ -184,77 +182,12 @@ class LLM(OwnSteps, Absent):
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Messages -> a prompt of token ids, as the model's chat template says; ``template_options``: further
-        variables of the template. Raises RequestError."""
-        engine = self._alive()
-        return chat_prompt(
-            tokenizer_of(engine),
-            messages,
-            limits=engine.processor.limits,
-            max_model_len=engine.processor.max_model_len,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            template_options=template_options,
-        )
-
-    # ------------------------------------------------------------------------------------------ inspection
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters from the checkpoint's generation_config.json (temperature, top_p, ...), else the
-        defaults."""
-        return default_params(self._alive().config)
-
-    def get_metrics(self, prefix: str = "vllm:") -> list[Metric]:
-        """`stats` as a list of counters and gauges under vLLM's names, such as "vllm:spec_decode_num_drafts"."""
-        engine = self._alive()
-        return metric_list(engine_stats(engine), {"model_name": str(engine.config.model)}, prefix)
-
-    @property
-    def config(self) -> EngineConfig:
-        return self._alive().config
-
-    @property
-    def guarantees(self) -> Guarantees:
-        """Which promises hold for this engine as configured."""
-        return self._alive().guarantees
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
-        return self._alive().processor.max_model_len
-
-    def get_tokenizer(self) -> Any:
-        """The Transformers tokenizer."""
-        return tokenizer_of(self._alive())
-
-    def stats(self) -> EngineStats:
-        """Blocks, queue and totals now."""
-        return engine_stats(self._alive())
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False while requests hold some."""
-        engine = self._alive()
-        with WholeSteps(), engine.core.lock:
-            return engine.core.scheduler.kv.reset_prefix_cache()
+    # ------------------------------------------------------------------------------------------ what is kept
 
     def reset_drafters(self) -> None:
         """Make drafters forget what they learned from past requests (method ``suffix``: their outputs)."""
-        with self._turns.take(), WholeSteps():
-            self._alive().core.executor.forget()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the engine's books do not agree."""
-        self._alive().core.check_integrity()
+        with self._turns.take():
+            super().reset_drafters()
 
     # ------------------------------------------------------------------------------------------- life cycle
 
@@ -300,36 +233,3 @@ def _one_each(
     if len(found) != count:
         raise RequestError(f"{count} prompts but {len(found)} lora_requests")
     return found
-
-
-def engine_stats(engine: Engine) -> EngineStats:
-    """A consistent snapshot, taken under the engine's lock."""
-    core = engine.core
-    with core.lock:
-        kv, totals = core.scheduler.kv.stats(), core.totals
-        return EngineStats(
-            num_blocks=core.scheduler.kv.num_blocks,
-            num_free_blocks=core.scheduler.kv.num_free,
-            num_used_blocks=core.scheduler.kv.num_used,
-            block_size=core.scheduler.kv.block_size,
-            kv_cache_bytes=engine.kv_cache_bytes,
-            num_running=core.scheduler.num_running,
-            num_waiting=core.scheduler.num_waiting,
-            num_steps=totals.num_steps,
-            num_preemptions=core.scheduler.num_preemptions,
-            num_requests_finished=totals.num_requests_finished,
-            finish_reasons=dict(totals.finish_reasons),
-            num_prompt_tokens=totals.num_prompt_tokens,
-            num_generation_tokens=totals.num_generation_tokens,
-            prefix_cache_queries=kv.prefix_queries,
-            prefix_cache_hits=kv.prefix_hits,
-            step_time=totals.step_time,
-            forward_time=totals.forward_time,
-            draft_forward_time=totals.draft_forward_time,
-            draft_time=totals.draft_time,
-            verify_time=totals.verify_time,
-            speculation=speculation_metrics(core.speculation_counts()),
-            control=core.scheduler.control_stats(),
-            drafter_failures=dict(totals.drafter_failures),
-            adapters=engine.adapters.stats(),
-        )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from draftwise import lifetime
 from draftwise.engine.builder import Engine
+from draftwise.engine.interrupts import WholeSteps
 from draftwise.errors import DraftwiseError, EngineDeadError
 
 
@@ -21,6 +22,20 @@ class OwnSteps:
         if self._engine is None:
             raise EngineDeadError(f"there is no engine: {self._gone}")
         return self._engine
+
+    def _inspected(self) -> Engine:
+        return self._alive()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False while requests hold some."""
+        core = self._alive().core
+        with WholeSteps(), core.lock:
+            return core.scheduler.kv.reset_prefix_cache()
+
+    def reset_drafters(self) -> None:
+        """Make drafters forget what they learned from past requests (method ``suffix``: their outputs)."""
+        with WholeSteps():
+            self._alive().core.executor.forget()
 
     def _broken_off(self, error: BaseException, rids: Iterable[int] = (), *, asked: bool = False) -> None:
         """A step ended with an error: end these requests, of which nobody will ask again; what the others lack is

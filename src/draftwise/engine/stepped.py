@@ -10,9 +10,11 @@ import torch
 from draftwise import lifetime
 from draftwise.config import resolve_engine_config
 from draftwise.config.lora import LoRARequest
+from draftwise.engine.absent import Absent
 from draftwise.engine.adapters import at_once
-from draftwise.engine.builder import build_engine, check_alone, tokenizer_of
+from draftwise.engine.builder import build_engine, check_alone
 from draftwise.engine.group import RequestGroup
+from draftwise.engine.inspection import Inspection
 from draftwise.engine.interrupts import WholeSteps
 from draftwise.engine.outputs import RequestOutput
 from draftwise.engine.own_steps import OwnSteps
@@ -23,7 +25,7 @@ from draftwise.sampling.params import SamplingParams
 from draftwise.sched.request import RequestUpdate
 
 
-class LLMEngine(OwnSteps):
+class LLMEngine(OwnSteps, Inspection, Absent):
     """Requests are added one by one, and every call of `step` computes one step for all of them.
 
         engine = LLMEngine.from_engine_args(EngineArgs(model="path"))
@@ -126,9 +128,18 @@ class LLMEngine(OwnSteps):
         """The number of prompts that run or wait."""
         return len(self._groups)
 
-    def get_tokenizer(self) -> Any:
-        """The Transformers tokenizer."""
-        return tokenizer_of(self._alive())
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter, which stays in memory until `remove_lora`; True. Raises RequestError if that cannot be."""
+        self._alive().adapters.add(lora_request, at_once)
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter; its requests go on with it. False: there is no adapter of this number."""
+        return self._alive().adapters.remove(lora_int_id, at_once)
+
+    def list_loras(self) -> list[LoRARequest]:
+        """The loaded adapters."""
+        return self._alive().adapters.requests()
 
     def close(self) -> None:
         """Release models and memory. Closing twice is fine."""

@@ -18,7 +18,7 @@ from draftwise.engine.adapters import at_once
 from draftwise.engine.async_llm import RequestStream
 from draftwise.engine.builder import Engine, build_engine
 from draftwise.engine.group import RequestGroup
-from draftwise.engine.llm import engine_stats
+from draftwise.engine.inspection import engine_stats
 from draftwise.engine.outputs import EngineStats
 from draftwise.runner.executor import Executor
 from draftwise.runner.local import LocalExecutor
