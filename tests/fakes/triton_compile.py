@@ -169,28 +169,33 @@ def main() -> None:
             CLAMP=False,
         )
     build(rows.compact_paths, "*bf16 *i64 *i64 *i32 i32 i64 i32", NODES_PAD=64, BLOCK=256)
-    for bits, weight, apart in (
-        (16, "*bf16", True),
-        (16, "*bf16", False),
-        (8, "*i8", True),
-        (8, "*fp8e4nv", False),
-        (8, "*u8", False),
-        (4, "*u8", True),
+    for bits, weight, apart, group, numbers, more in (
+        (16, "*bf16", True, 1, 0, "*bf16"),
+        (16, "*bf16", False, 1, 0, "*bf16"),
+        (8, "*i8", True, 1, 0, "*i8"),
+        (8, "*fp8e4nv", False, 1, 0, "*fp8e4nv"),
+        (8, "*u8", False, 1, 0, "*u8"),
+        (8, "*i8", True, 32, 0, "*i8"),
+        (8, "*fp8e4nv", False, 128, 0, "*fp8e4nv"),
+        (4, "*u8", True, 32, 0, "*u8"),
+        (4, "*u8", True, 128, 1, "*u8"),
+        (4, "*u8", False, 16, 2, "*fp32"),
+        (4, "*u8", True, 32, 3, "*fp32"),
     ):
         build(
             linear.linear,
-            f"*bf16 *fp32 {weight} *fp32 *u8 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32",
+            f"*bf16 *fp32 {weight} *fp32 {more} *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32",
             PARTS=4,
             APART=apart,
-            GROUP=128,
+            GROUP=group,
             BITS=bits,
             CODES=False,
-            HAS_ZEROS=bits == 4,
+            NUMBERS=numbers,
             HAS_BIAS=True,
             WIDE=False,
             BLOCK_M=64,
             BLOCK_N=64,
-            BLOCK_K=64,
+            BLOCK_K=64 if group in (1, 128) else 32,
         )
     codes()
     verification()
@@ -207,6 +212,7 @@ def codes() -> None:
             linear.add_parts,
             f"{sums} *fp32 *fp32 *bf16 *bf16 i32 i32",
             PARTS=4,
+            GROUP=1,
             BITS=8,
             CODES=True,
             HAS_BIAS=True,
@@ -220,7 +226,7 @@ def codes() -> None:
             GROUP=1,
             BITS=8,
             CODES=True,
-            HAS_ZEROS=False,
+            NUMBERS=0,
             HAS_BIAS=True,
             WIDE=False,
             BLOCK_M=64,

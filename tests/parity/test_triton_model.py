@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kernels.triton.attention import TritonAttention
 from draftwise.kernels.triton.availability import interpreted
-from draftwise.kernels.triton.linear import LinearTiling
+from draftwise.kernels.triton.linear import LinearTiling, TritonLinear
 from draftwise.kernels.triton.ops import TritonOps
 from draftwise.kernels.triton.tiling import Tiling
 from draftwise.kv.storage import KVStorage
@@ -26,6 +27,7 @@ from draftwise.models.inputs import RowInput, build_step_input
 from draftwise.models.loader import load_model
 from tests.fakes.architectures import save, small
 from tests.fakes.tiny import VOCAB, save_llama
+from tests.unit.test_gguf import convert, meant
 from tests.unit.test_quantized_checkpoints import write
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
@@ -149,3 +151,31 @@ def test_checkpoints_with_rounded_rows(tmp_path: Path, name: str) -> None:
         )
     error = float((actual - expected).abs().max() / expected.abs().max())
     assert 1e-5 < error < 0.1
+
+
+KEPT = [
+    "gptq", "gptq 8 bits", "w4a16", "w8a16 groups", "nvfp4 w4a4", "mxfp4", "mxfp8", "nf4 nested", "fp8 block",
+    "Q4_0", "Q4_1", "Q8_0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_codes_of_checkpoints_stay_as_they_are(tmp_path: Path, name: str) -> None:
+    """The model of the weights as floats, in the memory that codes take. Q4_1 and its like are GGUF files."""
+    if name.startswith("Q"):
+        folder = Path(save_llama(tmp_path / "model", seed=1))
+        weights = convert(folder, tmp_path / "m.gguf", "llama", name)
+        quantized, plain = tmp_path / "m.gguf", meant(folder, weights, tmp_path / "plain")
+    else:
+        quantized, plain = write(tmp_path, name)
+    reference = load_model(plain, dtype=torch.float32, device=DEVICE, ops=TorchOps(torch.float32, DEVICE))
+    model = load_model(quantized, dtype=torch.float32, device=DEVICE, ops=triton_ops())
+    batch = build_step_input([RowInput([5, 6, 7], 0, np.array([1], np.int32))], 4, DEVICE)
+    with torch.inference_mode():
+        actual, expected = (
+            m.logits(m.forward(batch, KVStorage(m.kv_layout(), 2, 4, torch.float32, DEVICE)).hidden)
+            for m in (model, reference)
+        )
+    assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
+    held = [layer for layer in gc.get_objects() if type(layer) is TritonLinear and layer.bits != 16]
+    assert held and all(layer.weight.element_size() == 1 for layer in held)

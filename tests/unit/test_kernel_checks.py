@@ -12,11 +12,13 @@ from torch import Tensor
 
 from draftwise.cli.main import main
 from draftwise.config.embedded import embedded_path
+from draftwise.kernels.handles import Linear
 from draftwise.kernels.select import default_ops
 from draftwise.kernels.torch_ops import TorchOps
 from draftwise.models.checking import KernelCheck, check_kernels
 from draftwise.models.loader import load_config
 from draftwise.quantization.scheme import parse_scheme
+from draftwise.quantization.weights import QuantizedWeight
 
 CPU = torch.device("cpu")
 CONFIG = load_config(embedded_path("target"))
@@ -89,6 +91,28 @@ def test_planted_faults_are_found_and_nothing_else(
     cls: type[TorchOps], found: set[str], dtype: torch.dtype
 ) -> None:
     assert wrong(check_kernels(cls(dtype, CPU), CONFIG)) == found
+
+
+class WrongForms(TorchOps):
+    """Leaves out what offsets add, and takes the second of two groups for the first."""
+
+    def pack_quantized(self, weight: QuantizedWeight, *rest: Any, **named: Any) -> Linear:
+        if weight.offsets is not None:
+            weight = replace(weight, offsets=torch.zeros_like(weight.offsets))
+        if weight.group == 16:
+            weight = replace(weight, scales=weight.scales.roll(1, dims=1))
+        return super().pack_quantized(weight, *rest, **named)
+
+
+def test_forms_of_checkpoints_are_compared_where_there_are_codes() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        checks = check_kernels(default_ops(dtype, CPU), CONFIG, stored=True)
+        assert wrong(checks) == set() and sum(" bits " in check.name for check in checks) == 8
+        assert not any(" bits " in check.name for check in check_kernels(default_ops(dtype, CPU), CONFIG))
+    found = check_kernels(WrongForms(torch.float32, CPU), CONFIG, stored=True)
+    forms = ("4 bits with offsets in groups of 32", "4 bits by a table in groups of 16")
+    assert wrong(found) == {f"linear, {form}, {rows} rows" for form in forms for rows in (1, 80)}
+    assert {check.kernel for check in found if not check.right} == {"linear"}
 
 
 def test_an_error_is_one_line() -> None:

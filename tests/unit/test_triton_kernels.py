@@ -24,7 +24,7 @@ from draftwise.kernels.triton.linear import (
 from draftwise.kernels.triton.ops import TritonOps
 from draftwise.kernels.walk import Walk
 from draftwise.kv.storage import LARGEST, KVLayerSpec, KVStorage
-from draftwise.quantization.weights import QuantizedWeight
+from draftwise.quantization.weights import E2M1, FP8, NF4, QuantizedWeight
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 TILING = LinearTiling(16, 16, 32)
@@ -152,10 +152,23 @@ def layers(
     scales = random(outputs, groups, seed=5).cpu() * 0.1
     zeros = integers(16, outputs, groups, seed=7).to(torch.uint8)
     codes4 = integers(16, outputs, inputs, seed=6).to(torch.uint8)
+    halves = -(-inputs // 16)
+    sixteens = random(outputs, halves, seed=9).cpu() * 0.1
+    zeros_of_sixteens = integers(16, outputs, halves, seed=7).to(torch.uint8)
+    nf4 = tuple(torch.tensor(NF4).to(dtype).tolist())  # products take numbers of the rows' type
+    fp8 = random(outputs, inputs, seed=10).cpu().to(FP8)
     for weight in (
         QuantizedWeight(8, codes8, scales[:, 0].abs().contiguous() * 0.01),
         QuantizedWeight(4, codes4, scales, None, 32),
         QuantizedWeight(4, codes4, scales, zeros, 32),
+        QuantizedWeight(4, codes4, scales, None, 32, offsets=random(outputs, groups, seed=8).cpu()),
+        QuantizedWeight(4, codes4, scales, None, 32, levels=nf4),
+        QuantizedWeight(4, codes4, sixteens, None, 16, levels=E2M1),
+        QuantizedWeight(4, codes4, sixteens, zeros_of_sixteens, 16),
+        QuantizedWeight(4, codes4, sixteens, None, 16, offsets=random(outputs, halves, seed=8).cpu()),
+        QuantizedWeight(8, codes8, scales * 0.1, None, 32),
+        QuantizedWeight(8, codes8, sixteens * 0.1, None, 16),
+        QuantizedWeight(8, fp8, scales, None, 32),
     ):
         made.append((pack_quantized(weight, None, tiling, DEVICE), weight.dequantize().to(DEVICE)))
     return made
@@ -190,7 +203,8 @@ def test_parts_of_k_have_the_same_bits_in_one_program_and_in_several(dtype: torc
     """Up to 16 rows each part is a program of its own, more are summed in one."""
     x = random(17, 550, dtype=dtype)
     for layer, weight in layers(12, 550, dtype, SPLIT):
-        assert layer.part_inputs == 288  # of two parts: nine blocks of 32, then the rest
+        # two parts: nine blocks of 32, then the rest; or three, of twelve blocks of 16 at most
+        assert layer.part_inputs == (288 if layer.block_k == 32 else 192)
         whole = linear(x, layer)
         expected = x.float() @ weight.T
         top = float(expected.abs().max())

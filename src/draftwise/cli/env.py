@@ -105,7 +105,7 @@ def _check(config: EngineConfig) -> list[KernelCheck]:
         latent=model.latent is not None,
     )  # fmt: skip
     triton = on_triton(device, untested=True)
-    checks = check_kernels(ops, model, scheme, adapters=triton)
+    checks = check_kernels(ops, model, scheme, adapters=triton, stored=True)
     if triton:
         checks += check_steps(device, model.vocab_size, config.block_size)
     return checks

@@ -7,7 +7,7 @@ operation on random rows and weights and says how far its results are from the r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Literal
 
@@ -24,8 +24,8 @@ from draftwise.kernels.torch_ops import TorchOps
 from draftwise.kv.storage import KVLayerSpec, KVStorage
 from draftwise.models.config import ModelConfig
 from draftwise.models.inputs import RowInput, build_step_input
-from draftwise.quantization.scheme import Scheme
-from draftwise.quantization.weights import quantize, quantize_rows
+from draftwise.quantization.scheme import Scheme, parse_scheme
+from draftwise.quantization.weights import E2M1, QuantizedWeight, quantize, quantize_rows
 from draftwise.types import StepInput
 
 LIMITS: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -44,6 +44,8 @@ _CHUNK: Final = 40  # rows of a prompt's chunk
 _LONG: Final = 160  # rows of one that may be computed in another way
 _TREE: Final = (-1, -1, -1, 0, 0, 1, 3, 3, 4, 6, 6, 9, 11)
 """Parents of a tree's nodes: several at the root, forks further down, and a path of six."""
+
+_IN_GROUPS: Final = parse_scheme("int4_weight_only_g32")
 
 _Pair = tuple[Tensor, Tensor]  # what the kernel gave, and the same by plain torch
 _Kind = Literal["ragged", "tree", "long"]
@@ -72,7 +74,12 @@ class KernelCheck:
 
 @torch.inference_mode()
 def check_kernels(
-    ops: Ops, config: ModelConfig, scheme: Scheme | None = None, *, adapters: bool = False
+    ops: Ops,
+    config: ModelConfig,
+    scheme: Scheme | None = None,
+    *,
+    adapters: bool = False,
+    stored: bool = False,
 ) -> list[KernelCheck]:
     """Compare every operation that ``ops`` has for a model like ``config`` with plain torch. Takes seconds.
 
@@ -82,6 +89,7 @@ def check_kernels(
     Args:
         scheme: what linear layers of ``ops`` are rounded to; they are compared with torch on the same rounded weights.
         adapters: requests may have adapters, in captured passes.
+        stored: the checkpoint has codes, which kernels take as they are.
 
     Returns:
         One check per operation and kind of row, in a fixed order.
@@ -91,6 +99,7 @@ def check_kernels(
         for kernel, name, case in (
             *_cases(ops, config, scheme),
             *(_adapter_cases(ops, config) if adapters else ()),
+            *(_stored_cases(ops, config) if stored else ()),
         )
     ]
 
@@ -146,6 +155,12 @@ def _adapter_cases(ops: Ops, config: ModelConfig) -> Iterator[tuple[str, str, Ca
         yield "low_rank", f"additions of adapters, {rows} rows each", partial(_adapted, ops, config, rows)
 
 
+def _stored_cases(ops: Ops, config: ModelConfig) -> Iterator[tuple[str, str, Callable[[], _Pair]]]:
+    for form in _FORMS:
+        for rows in (_ROWS[0], _ROWS[-1]):
+            yield "linear", f"linear, {form}, {rows} rows", partial(_stored, ops, config, rows, form)
+
+
 def _random(ops: Ops, *shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
     """Made on the device: a large layer's numbers would take the host seconds. Rounded to the dtype of ``ops``."""
     made = torch.empty(shape, device=ops.device)
@@ -181,6 +196,41 @@ def _rounded(ops: Ops, config: ModelConfig, rows: int, scheme: Scheme) -> _Pair:
         found, scales = quantize_rows(x, codes.codes.dtype if scheme.bits == 8 else torch.int8)
         seen = found.float() * scales[:, None]
     return ops.linear(x, ops.pack_linear(weight.clone())), seen @ codes.dequantize().float().T
+
+
+def _stored(ops: Ops, config: ModelConfig, rows: int, form: str) -> _Pair:
+    """A layer in a form that checkpoints have."""
+    x, weight = _layer(ops, config, rows, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    made = _FORMS[form](quantize(weight, _IN_GROUPS))
+    return ops.linear(x, ops.pack_quantized(made, dynamic=False)), x.float() @ made.dequantize().T
+
+
+def _zeros(integers: QuantizedWeight) -> QuantizedWeight:
+    return replace(
+        integers, zeros=torch.full(integers.scales.shape, 8, dtype=torch.uint8, device=integers.codes.device)
+    )
+
+
+def _offsets(integers: QuantizedWeight) -> QuantizedWeight:
+    return replace(integers, offsets=-8.0 * integers.scales)
+
+
+def _levels(integers: QuantizedWeight) -> QuantizedWeight:
+    half = integers.scales.repeat_interleave(2, dim=1)[:, : -(-integers.codes.shape[1] // 16)]
+    return replace(integers, scales=half, group=16, levels=E2M1)
+
+
+def _bytes(integers: QuantizedWeight) -> QuantizedWeight:
+    return QuantizedWeight(8, (integers.codes.int() - 8).to(torch.int8), integers.scales, group=32)
+
+
+_FORMS: Final = {
+    "4 bits with zeros in groups of 32": _zeros,
+    "4 bits with offsets in groups of 32": _offsets,
+    "4 bits by a table in groups of 16": _levels,
+    "8 bits in groups of 32": _bytes,
+}
+"""Forms of checkpoints, made of one in groups of 32 without zeros, which is compared where layers are rounded to it."""
 
 
 def _gated(ops: Ops, config: ModelConfig, rows: int) -> _Pair:

@@ -1,8 +1,8 @@
 """GPT-OSS: attention sinks, a window in every other layer, experts with biases and a clamped activation.
 
 Published checkpoints keep experts as MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of four bits (e2m1)
-with a power of two of their own. Native CPU kernels compute with these codes over bfloat16 rows, and nothing is
-rounded. Elsewhere experts are widened, exactly, to the model's type, or rounded to what ``quantization`` asks for.
+with a power of two of their own. Kernels compute with these codes, and nothing is rounded: Triton's, and a CPU's over
+rows in bfloat16. Elsewhere experts are widened, exactly, to the model's type. ``quantization`` may round rows, too.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 def _say_widened(dtype: torch.dtype) -> None:
     """Once per process."""
     logger.warning(
-        "experts stored as mxfp4 have kernels on CPUs over rows in bfloat16, or rounded to int8 (quantization='int4'): "
-        "they are widened to %s and take several times as much memory", str(dtype).removeprefix("torch.")
-    )  # fmt: skip
+        "experts stored as mxfp4 have kernels on GPUs, and on CPUs over rows in bfloat16, or rounded to int8 "
+        "(quantization='int4'): they are widened to %s and take several times as much memory",
+        str(dtype).removeprefix("torch."),
+    )
 
 
 class _Stacked:

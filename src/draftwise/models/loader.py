@@ -133,8 +133,9 @@ def _load(
             raise ModelLoadError(f"{folder}: {error}") from error
     if ops is None:
         ops = settled_ops(
-            config, chosen, device, scheme, batch_invariant=batch_invariant, ranks=ranks, adapters=adapters
-        )
+            config, chosen, device, scheme, batch_invariant=batch_invariant, ranks=ranks, adapters=adapters,
+            stored=layout is not None or "quantization_config" in config.raw,
+        )  # fmt: skip
     part = Part() if ranks is None else ranks.part
     if part.size > 1:
         check_divisible(kept=quantization_cache is not None)

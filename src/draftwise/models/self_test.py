@@ -34,6 +34,7 @@ def settled_ops(
     batch_invariant: bool = False,
     ranks: Ranks | None = None,
     adapters: bool = False,
+    stored: bool = False,
 ) -> Ops:
     """`kernels.select.default_ops` for a model, whose kernels were compared with plain torch at its shapes and dtype.
 
@@ -48,7 +49,7 @@ def settled_ops(
     if device.type in TESTED:
         alone = default_ops(dtype, device, scheme, batch_invariant=batch_invariant, latent=latent)
         if isinstance(alone, TritonOps):
-            settle(check_kernels(alone, config, scheme, adapters=adapters), device, ranks)
+            settle(check_kernels(alone, config, scheme, adapters=adapters, stored=stored), device, ranks)
     return default_ops(dtype, device, scheme, batch_invariant=batch_invariant, ranks=ranks, latent=latent)
 
 

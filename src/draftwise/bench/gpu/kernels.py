@@ -34,7 +34,7 @@ def check_kernels(setting: Setting, report: PartReport) -> None:
         for invariant in (True, False):
             kind = f"{str(dtype).removeprefix('torch.')}, {'fixed tiles' if invariant else 'default'}"
             checks[kind] = checking.check_kernels(
-                setting.ops(dtype=dtype, batch_invariant=invariant), config, adapters=True
+                setting.ops(dtype=dtype, batch_invariant=invariant), config, adapters=True, stored=True
             )
     if setting.cuda:
         checks["whole numbers"] = check_steps(device, size.vocab, BLOCK)

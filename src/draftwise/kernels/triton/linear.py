@@ -12,6 +12,7 @@ those faster.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Final
 
 import torch
@@ -58,12 +59,22 @@ class LinearTiling:
         parts = max(1, min(-(-self.programs // tiles), blocks // 8))
         return -(-blocks // parts) * block_k
 
-    def block_k_for(self, group: int) -> int:
-        """The block of k for weights with ``group`` inputs to a scale: as large as divides the group."""
-        block = self.block_k
-        while group % block:
+    def block_k_for(self, group: int, bits: int) -> int:
+        """The block of k for weights with ``group`` inputs to a scale, a multiple of 16: as large as divides the group;
+        of 4 bits, whose products take half a block each, 32 at least, which are two groups of 16."""
+        block, least = self.block_k, 32 if bits == 4 else 16
+        while group % block and block > least:
             block //= 2
         return block
+
+
+class Numbers(IntEnum):
+    """What a code of four bits stands for, times its scale, and what `TritonLinear.more` then is."""
+
+    LESS_EIGHT = 0  # itself less 8
+    LESS_ZEROS = 1  # itself less the group's zero, uint8 [N, groups]
+    LEVELS = 2  # a number of a table, float32 [16]
+    AND_OFFSETS = 3  # itself; the group's offset is added to the product, float32 [N, groups]
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +87,9 @@ class TritonLinear(Linear):
     bits: int = 16
     inputs: int = 0  # 0: as many as the weight says
     scales: Tensor | None = None  # float32: [N], or [N, groups]
-    zeros: Tensor | None = None  # uint8 [N, groups]
-    group: int = 1
+    numbers: Numbers = Numbers.LESS_EIGHT  # what codes of 4 bits stand for
+    more: Tensor | None = None  # what `numbers` says
+    group: int = 1  # inputs to a scale; 1: of 8 bits, all
     shared: bool = False  # the memory of ``weight`` is another parameter's
     dynamic: bool = False  # rows are rounded to codes of the weight's kind, each with a scale of its own
     invariant: bool = True  # whether a row's bits may not depend on the number of rows
@@ -86,21 +98,22 @@ class TritonLinear(Linear):
 
     def __post_init__(self) -> None:
         self.inputs = self.inputs or self.weight.shape[1]
-        self.block_k = self.tiling.block_k_for(self.group) if self.bits == 4 else self.tiling.block_k
+        grouped = self.group > 1
+        self.block_k = self.tiling.block_k_for(self.group, self.bits) if grouped else self.tiling.block_k
         self.part_inputs = self.tiling.part_inputs(self.weight.shape[0], self.inputs, self.block_k)
 
     @property
     def num_bytes(self) -> int:
-        held = (None if self.shared else self.weight, self.bias, self.scales, self.zeros)
+        held = (None if self.shared else self.weight, self.bias, self.scales, self.more)
         return sum(part.numel() * part.element_size() for part in held if part is not None)
 
 
 def can_pack(weight: QuantizedWeight) -> bool:
-    """Whether the kernel reads these codes as they are: 8 bits with a scale per output, or 4 bits with groups of a
-    multiple of 32 and whole zero points."""
-    if weight.is_wide or weight.levels is not None:
-        return False
-    return weight.bits == 8 or (weight.group is not None and weight.group % 32 == 0)
+    """Whether the kernel reads these codes as they are: 8 bits with a scale per output or group of a multiple of 16, or
+    4 bits with groups of 16 or a multiple of 32."""
+    if weight.group is None:
+        return weight.bits == 8
+    return weight.group % 16 == 0 and (weight.bits == 8 or weight.group == 16 or weight.group % 32 == 0)
 
 
 def pack_quantized(
@@ -114,19 +127,30 @@ def pack_quantized(
 ) -> TritonLinear:
     """Codes in the kernel's order; `can_pack` must hold. ``dynamic``: rows are rounded, too; of 8-bit weights only."""
     scales = weight.scales.float().contiguous().to(device)
+    assert can_pack(weight)
     if weight.bits == 8:
-        codes = weight.codes.contiguous().to(device)
-        return TritonLinear(codes, bias, tiling, bits=8, scales=scales, dynamic=dynamic, invariant=invariant)
-    assert not dynamic
-    assert weight.group is not None and can_pack(weight)
+        codes, group = weight.codes.contiguous().to(device), weight.group or 1
+        assert not dynamic or group == 1
+        return TritonLinear(
+            codes, bias, tiling, bits=8, scales=scales, group=group, dynamic=dynamic, invariant=invariant
+        )
+    assert not dynamic and weight.group is not None
+    numbers, more = Numbers.LESS_EIGHT, None
+    if weight.levels is not None:
+        numbers, more = Numbers.LEVELS, torch.tensor(weight.levels, dtype=torch.float32)
+    elif weight.zeros is not None:
+        numbers, more = Numbers.LESS_ZEROS, weight.zeros.contiguous()
+    elif weight.offsets is not None:
+        numbers, more = Numbers.AND_OFFSETS, weight.offsets.float().contiguous()
     return TritonLinear(
-        pack_pairs(weight.codes, tiling.block_k_for(weight.group)).to(device),
+        pack_pairs(weight.codes, tiling.block_k_for(weight.group, 4)).to(device),
         bias,
         tiling,
         bits=4,
         inputs=weight.codes.shape[1],
         scales=scales,
-        zeros=None if weight.zeros is None else weight.zeros.contiguous().to(device),
+        numbers=numbers,
+        more=None if more is None else more.to(device),
         group=weight.group,
     )
 
@@ -175,30 +199,34 @@ def linear(
             return result.copy_(product)
         x = _readable(codes)
     tiling, weight = layer.tiling, _readable(layer.weight)
-    scales, zeros, bias = (weight if t is None else t for t in (layer.scales, layer.zeros, layer.bias))
+    scales, more, bias = (weight if t is None else t for t in (layer.scales, layer.more, layer.bias))
     row_scales = scales if x_scales is None else x_scales
     # up to so many rows each part of k is a program of its own
     parts = -(-layer.inputs // layer.part_inputs)
     apart = parts > 1 and rows <= tiling.block_m
     kind = torch.int32 if x.dtype is torch.int8 else torch.float32
     sums = torch.empty((parts, rows, outputs) if apart else (1,), dtype=kind, device=x.device)
-    flags = {"BITS": layer.bits, "CODES": layer.dynamic, "HAS_BIAS": layer.bias is not None}
-    groups = 1 if layer.bits != 4 else scales.shape[1]
+    flags = {
+        "GROUP": layer.group,
+        "BITS": layer.bits,
+        "CODES": layer.dynamic,
+        "HAS_BIAS": layer.bias is not None,
+    }
+    groups = 1 if layer.group == 1 else scales.shape[1]
     sizes = (rows, outputs, layer.inputs, x.stride(0), groups, layer.part_inputs)
     device.linear.linear[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m), parts if apart else 1)](
         x,
         row_scales,
         weight,
         scales,
-        zeros,
+        more,
         bias,
         result,
         sums,
         *sizes,
         PARTS=parts,
         APART=apart,
-        GROUP=layer.group,
-        HAS_ZEROS=layer.zeros is not None,
+        NUMBERS=int(layer.numbers),
         **flags,
         # the interpreter's product of bfloat16 is not one
         WIDE=interpreted() and x.dtype is torch.bfloat16,

@@ -119,7 +119,7 @@ class TritonOps(AttendingOps):
         if not self._products or not can_pack(weight):  # the products are those of floats
             return self._pack(weight.dequantize(self._dtype).to(self._device), bias, None)
         # weights that have this form already, or were rounded to it before and come back from disk
-        dynamic = (dynamic or (self._scheme is not None and self._scheme.dynamic)) and weight.bits == 8
+        dynamic = (dynamic or (self._scheme is not None and self._scheme.dynamic)) and weight.group is None
         invariant = self._batch_invariant
         return pack_quantized(weight, bias, self._tiling, self._device, dynamic=dynamic, invariant=invariant)
 

@@ -7,12 +7,31 @@ from draftwise.kernels.triton.device.fp8 import from_fp8, to_fp8
 
 
 @triton.jit
+def numbers_of(codes, more, which, in_n, NUMBERS: tl.constexpr):
+    """What codes of four bits [k, n] stand for, before their scale; see `linear`."""
+    numbers = codes
+    if NUMBERS == 0:
+        numbers = codes - 8
+    if NUMBERS == 1:
+        numbers = codes - tl.load(more + which, mask=in_n, other=0).to(tl.int32)[None, :]
+    if NUMBERS == 2:
+        numbers = tl.load(more + codes)
+    return numbers
+
+
+@triton.jit
+def offset_of(x, more, which, in_n):
+    """What offsets of a group add: the sum of each row's inputs, times the group's offset."""
+    return tl.sum(x.to(tl.float32), 1)[:, None] * tl.load(more + which, mask=in_n, other=0.0)[None, :]
+
+
+@triton.jit
 def dot_block(
     acc,
     x_row,
     weight,
     scales,
-    zeros,
+    more,
     n,
     in_m,
     in_n,
@@ -23,12 +42,13 @@ def dot_block(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     CODES: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    NUMBERS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """A tile's sum, and BLOCK_K more inputs from ``start`` on."""
+    which = n * groups + start // GROUP
     if BITS == 4:
         HALF: tl.constexpr = BLOCK_K // 2
         j = tl.arange(0, HALF)
@@ -38,20 +58,27 @@ def dot_block(
         high_x = tl.load(x_row + high_k[None, :], mask=in_m[:, None] & (high_k < inputs)[None, :], other=0.0)
         at = n.to(tl.int64)[None, :] * row_bytes + start // 2 + j[:, None]
         codes = tl.load(weight + at, mask=in_n[None, :], other=0).to(tl.int32)
-        which = n * groups + start // GROUP
         scale = tl.load(scales + which, mask=in_n, other=0.0)
-        if HAS_ZEROS:
-            zero = tl.load(zeros + which, mask=in_n, other=0).to(tl.int32)
-        else:
-            zero = tl.full((BLOCK_N,), 8, tl.int32)
         if WIDE:
             low_x = low_x.to(tl.float32)
             high_x = high_x.to(tl.float32)
-        low = ((codes & 15) - zero[None, :]).to(low_x.dtype)
-        high = ((codes >> 4) - zero[None, :]).to(low_x.dtype)
+        low = numbers_of(codes & 15, more, which, in_n, NUMBERS).to(low_x.dtype)
         part = tl.dot(low_x, low, input_precision="ieee")
-        part = tl.dot(high_x, high, part, input_precision="ieee")
-        acc += part * scale[None, :]
+        if HALF < GROUP:
+            high = numbers_of(codes >> 4, more, which, in_n, NUMBERS).to(low_x.dtype)
+            part = tl.dot(high_x, high, part, input_precision="ieee")
+            acc += part * scale[None, :]
+            if NUMBERS == 3:
+                acc += offset_of(low_x, more, which, in_n) + offset_of(high_x, more, which, in_n)
+        else:
+            # a group of 16 is half a block, and the other half is the next group, which the last block may lack
+            there = in_n & (start + HALF < inputs)
+            high = numbers_of(codes >> 4, more, which + 1, there, NUMBERS).to(low_x.dtype)
+            next_scale = tl.load(scales + which + 1, mask=there, other=0.0)
+            acc += part * scale[None, :]
+            acc += tl.dot(high_x, high, input_precision="ieee") * next_scale[None, :]
+            if NUMBERS == 3:
+                acc += offset_of(low_x, more, which, in_n) + offset_of(high_x, more, which + 1, there)
     else:
         k = start + tl.arange(0, BLOCK_K)
         values = tl.load(x_row + k[None, :], mask=in_m[:, None] & (k < inputs)[None, :], other=0.0)
@@ -65,7 +92,11 @@ def dot_block(
             values = values.to(tl.float16)
         if WIDE:
             values = values.to(tl.float32)
-        acc = tl.dot(values, w.to(values.dtype), acc, input_precision="ieee", out_dtype=acc.dtype)
+        if GROUP > 1:
+            part = tl.dot(values, w.to(values.dtype), input_precision="ieee", out_dtype=acc.dtype)
+            acc += part * tl.load(scales + which, mask=in_n, other=0.0)[None, :]
+        else:
+            acc = tl.dot(values, w.to(values.dtype), acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc
 
 
@@ -75,7 +106,7 @@ def linear(
     x_scales,
     weight,
     scales,
-    zeros,
+    more,
     bias,
     out,
     parts,
@@ -90,7 +121,7 @@ def linear(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     CODES: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    NUMBERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -104,9 +135,13 @@ def linear(
     widened to float16, which holds them all.
 
     BITS 16: weight [N, K] floats; 8: int8 or fp8 codes (bytes where the device does not read fp8) [N, K], one scale per
-    output; 4: two codes per byte [N, K' / 2]:
-    byte j of a block of BLOCK_K inputs holds input j of the block (low half) and input BLOCK_K / 2 + j (high half); a
-    scale, and a zero or 8, per output and group, of which a block is a part.
+    output or, with GROUP over 1, per output and group; 4: two codes per byte [N, K' / 2]: byte j of a block of BLOCK_K
+    inputs holds input j of the block (low half) and input BLOCK_K / 2 + j (high half), a scale per output and group. A
+    block is a part of a group, or, of four bits, two groups.
+
+    NUMBERS, of four bits: a code stands for itself less 8 (0), for itself less the group's zero (1; ``more`` uint8
+    [N, groups]), for a number of a table (2; ``more`` float32 [16]), or for itself, where every weight of the group has
+    an offset besides (3; ``more`` float32 [N, groups]).
     """
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -120,8 +155,8 @@ def linear(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=parts.dtype.element_ty)
         for start in range(part * part_inputs, tl.minimum((part + 1) * part_inputs, inputs), BLOCK_K):
             acc = dot_block(
-                acc, x_row, weight, scales, zeros, n, in_m, in_n, start, inputs, row_bytes, groups,
-                GROUP, BITS, CODES, HAS_ZEROS, WIDE, BLOCK_N, BLOCK_K,
+                acc, x_row, weight, scales, more, n, in_m, in_n, start, inputs, row_bytes, groups,
+                GROUP, BITS, CODES, NUMBERS, WIDE, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         total += acc
     at_out = m.to(tl.int64)[:, None] * outputs + n[None, :]
@@ -132,7 +167,7 @@ def linear(
         result = total.to(tl.float32)
         if CODES:
             result = result * tl.load(x_scales + m, mask=in_m, other=0.0)[:, None]
-        if BITS == 8:
+        if BITS == 8 and GROUP == 1:
             result = result * tl.load(scales + n, mask=in_n, other=0.0)[None, :]
         if HAS_BIAS:
             result += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
@@ -149,6 +184,7 @@ def add_parts(
     rows,
     outputs,
     PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
     BITS: tl.constexpr,
     CODES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -166,7 +202,7 @@ def add_parts(
     result = total.to(tl.float32)
     if CODES:
         result = result * tl.load(x_scales + row)
-    if BITS == 8:
+    if BITS == 8 and GROUP == 1:
         result = result * tl.load(scales + n, mask=inside, other=0.0)
     if HAS_BIAS:
         result += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
