@@ -30,8 +30,10 @@ HEAVY = (Linear, KVStorage, DecoderModel, HeadModel, Proposer)
 
 
 def alive() -> Counter[str]:
-    # by type: isinstance asks some objects of torch for their class, and they warn
-    return Counter(kind.__name__ for kind in map(type, gc.get_objects()) if issubclass(kind, HEAVY))
+    # by type: isinstance asks some objects of torch for their class, and they warn; and there are a million objects,
+    # but only some thousand types to ask
+    kinds = Counter(map(type, gc.get_objects()))
+    return Counter({kind.__name__: count for kind, count in kinds.items() if issubclass(kind, HEAVY)})
 
 
 @pytest.fixture
