@@ -53,7 +53,8 @@ def test_what_waited_when_a_request_came_is_not_kept(
     monkeypatch.setattr(Seats, "_enter", noticed)
     monkeypatch.setattr(Seats, "finish", finished)
     sent_away_at_times(monkeypatch)
-    engines.ahead.generate(engines.prompts, params_of("rejection", "draft_model", max_tokens=20))
+    llm = engines.pair(entry_of(engines, "draft_model")).ahead
+    llm.generate(engines.prompts, params_of("rejection", "draft_model", max_tokens=20))
     assert any(q is not None for q in entered) and kept == [None] * len(kept) != []
 
 
@@ -88,8 +89,8 @@ def test_cancelling_in_the_middle_disturbs_nobody(engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("method",),
     some(
-        [("draft_model",), ("dflash",), ("three layers",), ("hybrid",)],
-        [("eagle3",), ("ngram",), ("medusa",), ("early_exit",)],
+        [("dflash",), ("three layers",), ("hybrid",)],  # a hybrid has a draft model
+        [("draft_model",), ("eagle3",), ("ngram",), ("medusa",), ("early_exit",)],
     ),
 )
 def test_who_leaves_a_seat_goes_on_as_it_stood(
@@ -169,10 +170,13 @@ def test_who_leaves_its_penalties_behind_does_not(engines: Engines, monkeypatch:
 
 LEAVING = [
     ("forests", "draft_model", "rejection"),
-    ("forests", "eagle3", "coupled"),
     ("engines", "hybrid", "coupled"),
 ]
-MORE_LEAVING = [("forests", "draft_model", "coupled"), ("forests", "medusa", "block")]
+MORE_LEAVING = [
+    ("forests", "draft_model", "coupled"),
+    ("forests", "eagle3", "coupled"),
+    ("forests", "medusa", "block"),
+]
 
 
 @pytest.mark.parametrize(("family", "method", "rule"), some(LEAVING, MORE_LEAVING))
@@ -230,7 +234,7 @@ class BesideMtp(NamedTuple):
     wanted: list[tuple[int, ...]]
 
 
-@pytest.fixture(scope="module", params=["draft_model", "eagle3"])
+@pytest.fixture(scope="module")
 def beside_mtp(request: pytest.FixtureRequest, engines: Engines) -> Iterator[BesideMtp]:
     method, prompts = request.param, engines.prompts[:4]
     params = [params_of("coupled", method, max_tokens=8 + 2 * i)[i] for i in range(3)]
@@ -241,7 +245,12 @@ def beside_mtp(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Bes
         yield BesideMtp(method, llm, prompts, params, wanted)
 
 
-@pytest.mark.parametrize("hook", WRONG)
+# a head: those that its features go through; --all: every one
+HOOKS = [*(("draft_model", hook) for hook in WRONG), ("eagle3", "catch_up"), ("eagle3", "went_on")]
+MORE_HOOKS = [("eagle3", hook) for hook in WRONG]
+
+
+@pytest.mark.parametrize(("beside_mtp", "hook"), some(HOOKS, MORE_HOOKS), indirect=["beside_mtp"])
 def test_a_drafter_that_fails_costs_speculation_only(beside_mtp: BesideMtp, hook: str) -> None:
     """The last request has another drafter, and goes on with it."""
     method, llm, prompts, params, wanted = beside_mtp
@@ -296,8 +305,12 @@ def test_who_finds_no_loop_leaves_alone(engines: Engines, monkeypatch: pytest.Mo
 
 def test_ways_that_find_nothing_in_common_leave_those_who_do_not_draft(engines: Engines) -> None:
     """Each drafter finds a pass and a loop, but both do not find one pass."""
-    found = seats(engines.ahead)
+    used = [entry_of(engines, "draft_model"), entry_of(engines, "eagle3")]
     ways: dict[Any, Any] = {("draft_model", "argmax"): [], ("none", "argmax"): [], ("eagle3", "argmax"): []}
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        engines.make(async_scheduling=True, speculative_config=used) as llm,
+    ):
+        found = seats(llm)
         patch.setattr(found, "_shape", lambda some, *_: None if len(some) > 1 else ())
         assert found._uncaptured(ways, 3, 20) == {("draft_model", "argmax"), ("eagle3", "argmax")}
