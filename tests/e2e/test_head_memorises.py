@@ -54,7 +54,8 @@ def texts(tiny: TinyModels) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+# every run: the head that reads more features; drafts of both are compared with a reference in test_heads.py
+@pytest.fixture(scope="module", params=[pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def trained(
     request: pytest.FixtureRequest,
     tiny: TinyModels,

@@ -58,17 +58,29 @@ def fitted_folder(tmp_path_factory: pytest.TempPathFactory, tiny: TinyModels) ->
     return save_medusa(tmp_path_factory.mktemp("fitted"), fitted(tiny.target, texts), HEADS)
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "coupled"])
+PLACES: dict[str, dict[str, Any]] = {
+    "batch 8": {},
+    "batch 1": {"max_num_seqs": 1},
+    "preemption": {"num_kv_blocks": 40, "max_num_seqs": 8},
+    "chunks": {"max_num_batched_tokens": 19, "max_num_seqs": 5},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "seeded", "shape"),
     [
-        {},
-        {"max_num_seqs": 1},
-        {"num_kv_blocks": 40, "max_num_seqs": 8},
-        {"max_num_batched_tokens": 19, "max_num_seqs": 5},
+        pytest.param(
+            options,
+            seeded,
+            shape,
+            id=f"{place}-{'coupled' if seeded else 'greedy'}-{shape}",
+            # each shape in each place under one of both rules, in turns; --all: under both
+            marks=[pytest.mark.slow] if (i + j + k) % 2 else [],
+        )
+        for i, (place, options) in enumerate(PLACES.items())
+        for j, seeded in enumerate((False, True))
+        for k, shape in enumerate(SHAPES)
     ],
-    ids=["batch 8", "batch 1", "preemption", "chunks"],
 )
 def test_output_equals_plain_decoding(
     make_llm: Callable[..., LLM],

@@ -107,8 +107,15 @@ def check_drafts(outputs: Sequence[RequestOutput], target: Target, reference: Re
     return steps
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        # each kind in one place or two, in turns, and the one with most state in all; --all: all in all
+        pytest.param(options, name, marks=[pytest.mark.slow] if (i + j) % 2 and name != "3 layers" else [])
+        for i, options in enumerate(OPTIONS)
+        for j, name in enumerate(SHAPES)
+    ],
+)
 def test_drafts_are_the_layers_own(
     make_llm: Callable[..., LLM],
     plain_text: PlainText,
@@ -236,8 +243,17 @@ def test_trees_change_nothing(
     assert any(parents != tuple(range(-1, len(parents) - 1)) for parents in shapes)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("options", ["roomy", "chunks"])
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ("roomy", 1),
+        pytest.param("roomy", 2, marks=pytest.mark.slow),
+        ("roomy", 3),
+        pytest.param("chunks", 1, marks=pytest.mark.slow),
+        ("chunks", 2),
+        ("chunks", 3),
+    ],
+)
 def test_nodes_of_a_tree_are_the_best_of_their_depths_layers(
     make_llm: Callable[..., LLM], tiny: TinyModels, tmp_path: Path, layers: int, options: str
 ) -> None:

@@ -110,7 +110,11 @@ def make(kind: str, folder: Path) -> World:
     return World(kind, folder, model, inner.model.rotary_emb, layer, shared, text.rms_norm_eps)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# qwen3_5_text: its text is that of qwen3_5, a model of images and text
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.slow) if kind == "qwen3_5_text" else kind for kind in KINDS],
+)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
     return make(request.param, tmp_path_factory.mktemp(request.param))
 

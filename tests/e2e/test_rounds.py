@@ -69,19 +69,20 @@ DRAFTERS: list[dict[str, Any]] = [
     {"method": "ngram"},
     {"method": "suffix"},
     {"method": "draft_model"},
-    {"method": "mtp"},
     {"method": "mtp", "speculative_token_tree": [[0], [1], [0, 0]]},
     {"method": "eagle3"},
-    {"method": "medusa", "num_speculative_tokens": 3},
     {"method": "medusa", "num_speculative_tokens": 3, "speculative_token_tree": [[0], [1], [0, 0]]},
-    {"method": "hybrid"},
     {"method": "hybrid", "hybrid_lookup": "ngram", "hybrid_drafter": {"method": "draft_model"}},
 ]
 MORE_DRAFTERS: list[dict[str, Any]] = [
+    {"method": "mtp"},
+    {"method": "medusa", "num_speculative_tokens": 3},
+    {"method": "hybrid"},
     {"method": "hybrid", "hybrid_lookup": "ngram", "hybrid_min_match": 2},
     {"method": "hybrid", "hybrid_drafter": {"method": "medusa", "num_speculative_tokens": 2}},
 ]
-"""For the slow tests alone: the parts of these stand above in other company."""
+"""For the slow tests alone: the parts of these stand above in other company, and the first three draft so in
+`test_who_comes_between_rounds_changes_nobodys_drafts`, too."""
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,11 @@ def test_who_comes_between_rounds_changes_nobodys_drafts(
     assert found == [tuple(tokens) for tokens in expected]
 
 
-@pytest.mark.parametrize("blocks", [24, 40, 64, 120, 240])
+# far too few, hardly enough, and so many that nobody misses any
+@pytest.mark.parametrize(
+    "blocks",
+    [24, pytest.param(40, marks=pytest.mark.slow), 64, pytest.param(120, marks=pytest.mark.slow), 240],
+)
 def test_nobody_misses_the_blocks_that_rounds_take(blocks: int) -> None:
     """Where blocks are short, requests are admitted, draft and lose their places as without rounds: the text of a seed
     depends on how much was drafted, so that it tells."""
@@ -416,7 +421,7 @@ def test_where_there_are_none() -> None:
         LLM(rounds_per_step=0)
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "mtp"])
+@pytest.mark.parametrize("method", ["none", pytest.param("ngram", marks=pytest.mark.slow), "mtp"])
 def test_requests_with_adapters_go_in_rounds(
     method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

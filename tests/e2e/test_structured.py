@@ -190,8 +190,15 @@ def test_a_grammar_that_does_not_come_back_fails_its_request_alone(
     assert ids(tight.generate(prompts, params("draft_model"))) == plain
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        # each method under one rule, in turns; --all: under all
+        pytest.param(method, rule, marks=[] if i % 3 == j else [pytest.mark.slow])
+        for i, method in enumerate(METHODS)
+        for j, rule in enumerate(("rejection", "block", "coupled"))
+    ],
+)
 def test_sampled_outputs_are_valid(make_llm: Callable[..., LLM], method: str, rule: str) -> None:
     check_json(make_llm().generate(PROMPTS * 4, params(method, rule, temperature=1.0)))
 
@@ -426,9 +433,10 @@ def check_random_schemas(llm: LLM, count: int, seed: str, methods: Sequence[str]
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_100_schemas_at_temperature_1(make_llm: Callable[..., LLM], method: str) -> None:
-    """With both methods 200 requests."""
-    check_random_schemas(make_llm(max_num_seqs=32), 100, method, [method])
+@pytest.mark.parametrize("count", [40, pytest.param(100, marks=pytest.mark.slow)])
+def test_many_schemas_at_temperature_1(make_llm: Callable[..., LLM], method: str, count: int) -> None:
+    """--all: with both methods 200 requests."""
+    check_random_schemas(make_llm(max_num_seqs=32), count, method, [method])
 
 
 def test_draft_heads_side_by_side_and_schemas_at_temperature_1(make_llm: Callable[..., LLM]) -> None:
@@ -437,10 +445,8 @@ def test_draft_heads_side_by_side_and_schemas_at_temperature_1(make_llm: Callabl
 
 
 # every run: all three side by side, above
-@pytest.mark.parametrize(
-    "method",
-    ["eagle3", pytest.param("mtp", marks=pytest.mark.slow), pytest.param("medusa", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "medusa"])
 def test_200_schemas_at_temperature_1_with_a_draft_head(make_llm: Callable[..., LLM], method: str) -> None:
     check_random_schemas(make_llm(max_num_seqs=32, speculative_config=HEADS), 200, method, [method])
 

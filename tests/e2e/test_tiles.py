@@ -51,7 +51,9 @@ def greedy(**options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, **options)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_weight_only"])
+@pytest.mark.parametrize(
+    "quantization", [None, "int8", "int4", pytest.param("int4_weight_only", marks=pytest.mark.slow)]
+)
 def test_no_way_of_drafting_changes_a_token(
     make_llm: Callable[..., LLM], tiny: TinyModels, quantization: str | None
 ) -> None:
@@ -112,8 +114,15 @@ def test_blocks_are_drafted_in_one_call(
     assert run(prompts) == together and not calls
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("kind", ["granite", "dots1", "glm4_moe_lite"])
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [
+        # each kind with one quantization, in turns; --all: with all
+        pytest.param(kind, quantization, marks=[pytest.mark.slow] if (i + j) % 3 != 2 else [])
+        for i, kind in enumerate(("granite", "dots1", "glm4_moe_lite"))
+        for j, quantization in enumerate((None, "int8", "int4"))
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of Transformers' models
 def test_models_put_together_have_the_same_bits_in_any_batch(
     kind: str, quantization: str | None, tmp_path: Path
