@@ -81,7 +81,16 @@ def drafted(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        # each form in every other kind of drafting, in turns; --all: in all
+        pytest.param(form, kind, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, form in enumerate(FORMS)
+        for j, kind in enumerate(KINDS)
+    ],
+    indirect=["folder"],
+)
 def test_one_call_drafts_what_torch_does_place_by_place(
     make_llm: Callable[..., LLM],
     folder: str,

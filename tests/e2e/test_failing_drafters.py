@@ -126,8 +126,20 @@ def executor_of(llm: LLM) -> LocalExecutor:
     return found
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(("hook", "name", "answer"), CASES, ids=[f"{hook}-{name}" for hook, name, _ in CASES])
+@pytest.mark.parametrize(
+    ("hook", "name", "answer", "ahead"),
+    [
+        pytest.param(
+            *case,
+            ahead,
+            id=f"{case[0]}-{case[1]}-{'async' if ahead else 'sync'}",
+            # each fault in one kind of engine, in turns; --all: in both
+            marks=[pytest.mark.slow] if (i + ahead) % 2 else [],
+        )
+        for i, case in enumerate(CASES)
+        for ahead in (False, True)
+    ],
+)
 def test_its_requests_lose_their_speculation_and_nobody_anything_else(
     engines: Engines, hook: str, name: str, answer: Callable[[Any], Any], ahead: bool
 ) -> None:

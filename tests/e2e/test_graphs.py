@@ -175,8 +175,15 @@ def test_chunks_beside_decoding_requests_are_passes_in_pieces(engines: Engines) 
     assert piecewise(llm)["target"] - before[0] >= 2 and replays(llm)["target"] > before[1]
 
 
-@pytest.mark.parametrize("shape", ["static", "dynamic"])
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        ("draft_model", "static"),
+        ("eagle3", "dynamic"),
+        pytest.param("draft_model", "dynamic", marks=pytest.mark.slow),
+        pytest.param("eagle3", "static", marks=pytest.mark.slow),
+    ],
+)
 def test_captured_trees_are_those_drafted_level_by_level(engines: Engines, method: str, shape: str) -> None:
     entry = next(s for s in engines.families["methods"] if s["method"] == method)
     specs = [{k: v for k, v in entry.items() if k != "num_speculative_tokens"} | SHAPES[shape]]

@@ -318,9 +318,16 @@ def test_steps_without_drafting(
         check_drafts(target, reference, prompt["prompt_token_ids"], output.outputs[0], least=2)
 
 
-@pytest.mark.parametrize("method", SHAPES)
-@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
-@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize(
+    ("sequences", "shape", "method"),
+    [
+        # each shape with both methods, alone or among others; --all: both
+        pytest.param(sequences, shape, method, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+        for i, sequences in enumerate((1, 8))
+        for j, shape in enumerate(("chain", "static", "dynamic"))
+        for k, method in enumerate(SHAPES)
+    ],
+)
 def test_seeded_text_equals_plain_decoding(
     make_llm: Callable[..., LLM],
     heads: dict[str, tuple[str, ReferenceHead]],

@@ -311,6 +311,15 @@ def test_what_a_thread_finds_wrong_is_refused_before_the_answer_begins(
         assert server.request("POST", "/v1/completions", good)[0] == 200
 
 
+@pytest.fixture(scope="module")
+def hurt(served: AsyncLLM) -> Iterator[RunningServer]:
+    """One server for all that is refused: it has to stand it, and to end well behind it."""
+    with RunningServer(served) as server:
+        yield server
+        assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+        assert server.context.admission.num_requests == 0
+
+
 HOSTILE: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "no text can follow it"),
     (
@@ -338,15 +347,14 @@ HOSTILE: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "param", "words"), HOSTILE, ids=lambda value: str(value)[:30])
 def test_what_hurt_a_server_is_refused_by_name(
-    served: AsyncLLM, fields: dict[str, Any], param: str, words: str
+    hurt: RunningServer, fields: dict[str, Any], param: str, words: str
 ) -> None:
-    with RunningServer(served) as server:
-        body = {"prompt": "a", "max_tokens": 2} | fields
-        status, _, answer = server.request("POST", "/v1/completions", body)
-        error = json.loads(answer)["error"]
-        assert status == 400, error
-        assert words in error["message"] and len(error["message"]) < 600
-        assert not param or error["param"] == param
+    body = {"prompt": "a", "max_tokens": 2} | fields
+    status, _, answer = hurt.request("POST", "/v1/completions", body)
+    error = json.loads(answer)["error"]
+    assert status == 400, error
+    assert words in error["message"] and len(error["message"]) < 600
+    assert not param or error["param"] == param
 
 
 def test_thousands_of_choices_over_http(served: AsyncLLM) -> None:

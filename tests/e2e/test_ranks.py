@@ -35,7 +35,21 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 METHODS = [case for case in CASES if case[0] == "methods"]
 
 
-@pytest.mark.parametrize("case", METHODS, ids=case_id)
+def in_turns(other: int) -> list[Any]:
+    """Cases of every method: as a chain and in one form of trees, by turns; --all: in all. ``other``: 0 or 1, which
+    form comes first."""
+    return [
+        pytest.param(
+            case,
+            id=case_id(case),
+            marks=[pytest.mark.slow] if case[2] == ("static", "dynamic")[(i // 3 + other) % 2] else [],
+        )
+        for i, case in enumerate(METHODS)
+    ]
+
+
+# the other form of trees than where draws are compared
+@pytest.mark.parametrize("case", in_turns(1))
 def test_every_method_says_what_plain_decoding_says(pair: Pair, case: tuple[str, str, str]) -> None:
     _, method, shape = case
     pair.check(method, shape)
@@ -44,16 +58,7 @@ def test_every_method_says_what_plain_decoding_says(pair: Pair, case: tuple[str,
 # Tokens of "synthetic" go with a request's number, which is another one in each engine.
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case,
-            id=case_id(case),
-            # each method in chains and in one form of trees, in turns; --all: in all
-            marks=[pytest.mark.slow] if case[2] == ("static", "dynamic")[i // 3 % 2] else [],
-        )
-        for i, case in enumerate(METHODS)
-        if case[1] != "synthetic"
-    ],
+    [case for case in in_turns(0) if case.values[0][1] != "synthetic"],
 )
 def test_rejection_draws_what_one_process_draws(pair: Pair, case: tuple[str, str, str]) -> None:
     _, method, shape = case
@@ -73,8 +78,15 @@ def one_drafts(pair: Pair) -> Iterator[LLM]:
 ALONE = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "dflash", "hybrid")
 
 
-@pytest.mark.parametrize("shape", ["chain", "static", pytest.param("dynamic", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", ALONE)
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        # each method in one shape, by turns; --all: in all
+        pytest.param(method, shape, marks=[] if shape == ("chain", "static")[i % 2] else [pytest.mark.slow])
+        for i, method in enumerate(ALONE)
+        for shape in ("chain", "static", "dynamic")
+    ],
+)
 def test_one_rank_drafts_for_all(pair: Pair, one_drafts: LLM, method: str, shape: str) -> None:
     one_drafts.reset_prefix_cache()
     accepted = 0
@@ -91,7 +103,12 @@ def test_one_rank_drafts_for_all(pair: Pair, one_drafts: LLM, method: str, shape
 
 
 @pytest.mark.parametrize(
-    "form", [{"domino": (6, 8, 0)}, {"markov": "gated", "from_root": True}], ids=["domino", "gated"]
+    "form",
+    [
+        pytest.param({"domino": (6, 8, 0)}, id="domino"),
+        # nothing of this head is divided among ranks
+        pytest.param({"markov": "gated", "from_root": True}, id="gated", marks=pytest.mark.slow),
+    ],
 )
 def test_block_drafters_draft_what_one_process_drafts(
     pair: Pair, tmp_path: Path, form: dict[str, Any]

@@ -32,9 +32,9 @@ FENCE = re.compile(
 
 # What takes minutes is run small; what it measures then means nothing, but it runs.
 SMALL = {
-    "draftwise bench latency": "--prompts 1 --rounds 1 --output-tokens 8",
-    "draftwise bench throughput": "--rounds 1 --output-tokens 4 --concurrency 1 2",
-    "draftwise bench accept": "--prompts 1 --output-tokens 8 --workloads edit",
+    "draftwise bench latency": "--prompts 1 --rounds 1 --output-tokens 8 --temperatures 0",
+    "draftwise bench throughput": "--rounds 1 --output-tokens 4 --concurrency 2",
+    "draftwise bench accept": "--prompts 1 --output-tokens 8 --workloads edit --methods mtp suffix",
     "draftwise demo": "--rounds 1 --max-tokens 8",
 }
 

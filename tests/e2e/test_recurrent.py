@@ -164,14 +164,14 @@ def test_cancelled_requests_leave_their_slots(folders: dict[str, Folders]) -> No
         assert tuple(text) == wanted[i][: len(text)] and (i % 2 or len(text) == 14)
 
 
-def test_a_drafter_that_is_the_target_is_always_right(folders: dict[str, Folders]) -> None:
+@pytest.mark.parametrize("kind", ["falcon_h1", pytest.param("mamba", marks=pytest.mark.slow)])
+def test_a_drafter_that_is_the_target_is_always_right(folders: dict[str, Folders], kind: str) -> None:
     """Its states have to be those behind the tokens it goes on from: one wrong one and drafts are rejected."""
-    for kind in ("mamba", "falcon_h1"):
-        drafter = {"method": "draft_model", "model": folders[kind].target, "num_speculative_tokens": 3}
-        with LLM(folders[kind].target, **OPTIONS, speculative_config=drafter) as llm:
-            for output in llm.generate(PROMPTS[:4], params("draft_model", max_tokens=13)):
-                report = output.metrics.speculation
-                assert report.num_accepted_tokens == report.num_draft_tokens > 0
+    drafter = {"method": "draft_model", "model": folders[kind].target, "num_speculative_tokens": 3}
+    with LLM(folders[kind].target, **OPTIONS, speculative_config=drafter) as llm:
+        for output in llm.generate(PROMPTS[:4], params("draft_model", max_tokens=13)):
+            report = output.metrics.speculation
+            assert report.num_accepted_tokens == report.num_draft_tokens > 0
 
 
 def test_a_recurrent_drafter_of_a_target_with_prefix_cache(folders: dict[str, Folders]) -> None:
@@ -221,8 +221,9 @@ _TREES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("target", "field"),
     [
-        ("mamba", "speculative_token_tree"),
         ("llama", "speculative_dynamic_tree"),
+        # those of requests are refused in `test_prefixes_are_not_shared_and_words_are_said`
+        pytest.param("mamba", "speculative_token_tree", marks=pytest.mark.slow),
         pytest.param("mamba", "speculative_dynamic_tree", marks=pytest.mark.slow),
         pytest.param("llama", "speculative_token_tree", marks=pytest.mark.slow),
     ],

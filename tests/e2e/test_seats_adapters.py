@@ -52,14 +52,14 @@ def adapted(graphs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     some(
         [
             ("coupled", "none"),
-            ("greedy", "ngram"),
-            ("greedy", "medusa"),
             ("greedy", "early_exit"),
             ("coupled", "eagle3"),
-            ("rejection", "draft_model"),
-            ("block", "hybrid"),
+            ("block", "hybrid"),  # of a draft model and ngram
         ],
-        [("greedy", method) for method in ("none", "draft_model", "eagle3")],
+        [
+            ("rejection", "draft_model"),
+            *(("greedy", method) for method in ("none", "draft_model", "eagle3", "ngram", "medusa")),
+        ],
     ),
 )
 def test_text_is_that_of_passes_call_by_call(adapted: Adapted, rule: str, method: str) -> None:

@@ -24,12 +24,13 @@ from tests.fakes.fuzz.seated import SEATED, TREES, make_seated_case, pretended_d
 from tests.fakes.fuzz.world import make_world
 
 VARIABLE = "DRAFTWISE_SEATS_SEEDS"
-ALWAYS = 16
-"""Cases of every run."""
+ALWAYS = (0, 1, 5, 7, 12, 14, 15)
+"""Cases of every run: few that have, together, steps in seats of most kinds, all rules and features of requests; among
+them those in which planted faults show."""
 SLOW = 680
 AHEAD = 59
 """A case in which early exit drafts ahead of the blocks of a plan, under adaptive control."""
-CLEAN = frozenset({*range(ALWAYS), AHEAD})
+CLEAN = frozenset({*ALWAYS, AHEAD})
 """Cases that every run sees without faults; those with the slow tests see all."""
 
 
@@ -85,7 +86,7 @@ def test_seeds_by_name(references: References) -> None:
 
 def test_each_request_gets_what_it_gets_alone(references: References) -> None:
     """And steps really were in seats: plainly and with drafts, with all features of requests and rules."""
-    seated = check(range(ALWAYS), references)
+    seated = check(ALWAYS, references)
     assert seated["launches"] > 200 and seated["accepted"] > 100, seated
     assert seated["none chain"] > 50
     kinds = {kind for kind in seated if kind.endswith((" chain", " tree", " growing", " masks"))}
@@ -108,7 +109,7 @@ def test_each_request_gets_what_it_gets_alone(references: References) -> None:
 @pytest.mark.slow
 def test_many_more(references: References) -> None:
     """Every method as a chain, and as a tree where it drafts trees, had steps in seats."""
-    seated = check(range(ALWAYS, SLOW), references)
+    seated = check((seed for seed in range(SLOW) if seed not in ALWAYS), references)
     kinds = [f"{method} chain" for method in ("none", "hybrid", *SEATED)]
     kinds += [f"{method} {shape}" for method in TREES for shape in ("tree", "growing")]
     kinds += ["draft_model masks", "eagle3 masks", "hybrid masks", "hybrid growing", "dflash chain"]

@@ -11,6 +11,10 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
+
+from draftwise.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,7 +54,8 @@ def test_signals_and_exit_codes() -> None:
     )  # stdout has the one line, the log the others
 
 
-def test_what_cannot_be_served() -> None:
+def test_what_cannot_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command in this process, which needs not load torch each time, and then in one of its own."""
     for flags, words in (
         (("--port", "99999"), "port"),
         (("--tensor-parallel-size", "16"), "tensor_parallel_size"),
@@ -58,9 +63,12 @@ def test_what_cannot_be_served() -> None:
         (("--config", os.devnull + "x"), "config"),
         (("--ssl-keyfile", "x"), "ssl"),
     ):
-        server = serve(*flags)
-        _, errors = server.communicate(timeout=60)
-        assert server.returncode == 2 and words in errors and len(errors.strip().splitlines()) == 1, errors
+        try:
+            code: object = main(["serve", "--port", "0", *flags])
+        except SystemExit as end:
+            code = end.code
+        errors = capsys.readouterr().err
+        assert code == 2 and words in errors and len(errors.strip().splitlines()) == 1, errors
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = serve("--port", str(taken.getsockname()[1]))
         _, errors = server.communicate(timeout=60)
