@@ -36,6 +36,7 @@ class Pair:
 
     def __init__(self, root: Path, **options: Any) -> None:
         """``options``: besides `OPTIONS`."""
+        self.is_closed = False
         self.target = make_target(root)
         self.family = make_families(root)["methods"]
         self.llm = LLM(
@@ -100,6 +101,7 @@ class Pair:
 
     def close(self) -> None:
         """End both engines."""
+        self.is_closed = True
         self.llm.close()
         if "one_process" in self.__dict__:
             self.one_process.close()

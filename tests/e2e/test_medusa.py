@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,13 +116,18 @@ def test_output_equals_plain_decoding(
         assert llm.stats().num_preemptions > 0
 
 
-def reference_hidden(target: str, ids: Sequence[int]) -> torch.Tensor:
-    """[n, H] hidden states after the final norm."""
+@functools.cache
+def reference(target: str) -> Any:
+    """The target in Transformers; loaded once."""
     import transformers
 
-    model = transformers.LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    return transformers.LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+
+
+def reference_hidden(target: str, ids: Sequence[int]) -> torch.Tensor:
+    """[n, H] hidden states after the final norm."""
     with torch.no_grad():
-        hidden: torch.Tensor = model.model(torch.tensor([list(ids)])).last_hidden_state[0]
+        hidden: torch.Tensor = reference(target).model(torch.tensor([list(ids)])).last_hidden_state[0]
     return hidden
 
 

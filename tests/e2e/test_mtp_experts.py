@@ -3,6 +3,7 @@ them: drafts of the very layers, the text of the target."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,9 @@ def served(
     return made[0], made[1]
 
 
-def mtp_drafts(family: str, folder: Path, tokens: list[int], count: int) -> list[int]:
-    """What the layer drafts behind a text, computed over the whole text each time with Transformers' modules. The
-    feature of the next row is DeepSeek's after the last norm, GLM's before it."""
+@functools.cache
+def modules_of(family: str, folder: Path) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """The target and the layer in Transformers' modules, and all tensors of the layer by name; loaded once."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tensors = load_file(folder / "model.safetensors")
     part = {
@@ -120,9 +121,17 @@ def mtp_drafts(family: str, folder: Path, tokens: list[int], count: int) -> list
     )
     state["mlp.experts.down_proj"] = stack([part[e + "down_proj.weight"] for e in experts])
     layer.load_state_dict(state)
+    return model, layer, part
+
+
+def mtp_drafts(family: str, folder: Path, tokens: list[int], count: int) -> list[int]:
+    """What the layer drafts behind a text, computed over the whole text each time with Transformers' modules. The
+    feature of the next row is DeepSeek's after the last norm, GLM's before it."""
+    model, layer, part = modules_of(family, folder)
+    eps = model.config.rms_norm_eps
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * part[name + ".weight"]
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * part[name + ".weight"]
 
     embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
     text, drafts = list(tokens), []

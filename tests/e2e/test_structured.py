@@ -219,14 +219,26 @@ def test_trees_of_drafters_that_know_no_grammar(
         assert ids(with_tree) == ids(llm.generate(PROMPTS, params("none", rule, temperature=1.0, seed=5)))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled", None])
+TREES: dict[str, dict[str, Any]] = {
+    "static": {"speculative_token_tree": TREE},
+    "dynamic": {"speculative_dynamic_tree": {"top_k": 3, "depth": 4}, "num_speculative_tokens": 9},
+}
+
+
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "rule"),
     [
-        {"speculative_token_tree": TREE},
-        {"speculative_dynamic_tree": {"top_k": 3, "depth": 4}, "num_speculative_tokens": 9},
+        # both shapes under rules that change; --all: under all
+        pytest.param(TREES[shape], rule, id=f"{shape}-{rule}", marks=[] if quick else [pytest.mark.slow])
+        for shape, rule, quick in (
+            ("static", None, True),
+            ("static", "rejection", True),
+            ("static", "coupled", False),
+            ("dynamic", None, False),
+            ("dynamic", "rejection", False),
+            ("dynamic", "coupled", True),
+        )
     ],
-    ids=["static", "dynamic"],
 )
 def test_trees_of_a_draft_model(
     make_llm: Callable[..., LLM], shape: dict[str, Any], rule: str | None

@@ -44,7 +44,7 @@ def test_the_default_device_of_a_program_stays_its_own(
     assert torch.get_default_device().type == "meta"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_the_default_type_of_a_program_changes_nothing(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
         assert native_or_skip().isa is Isa[request.param.upper()], "an engine went to another level"
 
 
-@pytest.fixture(scope="module", params=BLOCKS)
+@pytest.fixture(scope="module")
 def block(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     shape = BLOCKS[request.param]
     return save_block(tmp_path_factory.mktemp("block") / "drafter", shape, random_weights(shape, seed=7))
@@ -79,7 +79,16 @@ def test_no_way_of_drafting_changes_a_token(
     assert 50 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("block", "tree"),
+    [
+        pytest.param("windows", False, id="windows-chain"),
+        pytest.param("rnn", True, id="rnn-tree"),
+        pytest.param("windows", True, id="windows-tree", marks=pytest.mark.slow),
+        pytest.param("rnn", False, id="rnn-chain", marks=pytest.mark.slow),
+    ],
+    indirect=["block"],
+)
 def test_blocks_are_drafted_in_one_call(
     make_llm: Callable[..., LLM], block: str, tree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
