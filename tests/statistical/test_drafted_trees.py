@@ -55,16 +55,25 @@ MAKERS = {
     "dynamic": drafter(dynamic=DYNAMIC, nodes=7),
     "one node": drafter(dynamic=DYNAMIC, nodes=1),
 }
+DYNAMIC_OF_6, DYNAMIC_OF_8 = (drafter(dynamic=DYNAMIC, nodes=nodes) for nodes in (6, 8))
+SHAPES = ("static", "dynamic")
+SLOW = pytest.mark.slow
+
+
+_QUICK = {
+    ("static", "rejection"), ("static", "coupled"), ("dynamic", "block"), ("dynamic", "coupled"), ("one node", "block"),
+}  # fmt: skip
+"""Each shape with children that are drawn and with fixed ones; block judges trees by rejection."""
 
 
 @pytest.mark.parametrize(
     ("maker", "rule", "temperature"),
     [  # every pair of two
-        *(
-            (maker, rule, (0.6, 1.0)[(i + j) % 2])
-            for i, maker in enumerate(MAKERS)
-            for j, rule in enumerate(RULES)
+        pytest.param(
+            maker, rule, (0.6, 1.0)[(i + j) % 2], marks=[] if (maker, rule) in _QUICK else pytest.mark.slow
         )
+        for i, maker in enumerate(MAKERS)
+        for j, rule in enumerate(RULES)
     ],
 )
 def test_drafted_trees(maker: str, rule: str, temperature: float, trials: int) -> None:
@@ -75,15 +84,15 @@ def test_drafted_trees(maker: str, rule: str, temperature: float, trials: int) -
     assert_same_distribution(out.cells(5), world.exact(params, 3))
 
 
-def test_with_all_parameters(trials: int) -> None:
+@pytest.mark.parametrize("make", [MAKERS["static"], pytest.param(DYNAMIC_OF_6, marks=SLOW)], ids=SHAPES)
+def test_with_all_parameters(make: Drafter, trials: int) -> None:
     """Truncation leaves fewer children than the shape wants; penalties depend on each node's path."""
     world = World.random(5, seed=52, spread=1.0)
     params = SamplingParams(
         temperature=0.9, top_k=3, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2
     )
-    for make in (drafter(tree=SHAPE), drafter(dynamic=DYNAMIC, nodes=6)):
-        out = simulate(world, "rejection", trials, 3, params=params, drafter=make)
-        assert_same_distribution(out.cells(5), world.exact(params, 3))
+    out = simulate(world, "rejection", trials, 3, params=params, drafter=make)
+    assert_same_distribution(out.cells(5), world.exact(params, 3))
 
 
 def test_siblings_that_q_has_no_float32_for(trials: int) -> None:
@@ -95,23 +104,21 @@ def test_siblings_that_q_has_no_float32_for(trials: int) -> None:
     assert_same_distribution(out.cells(5), world.exact(params, 2))
 
 
-def test_a_draft_vocabulary_without_one_allowed_token(trials: int) -> None:
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("coupled", marks=SLOW)])
+def test_a_draft_vocabulary_without_one_allowed_token(rule: str, trials: int) -> None:
     world = World.random(6, seed=56)
     params = SamplingParams(allowed_token_ids=[3, 4, 5])
-    for rule in ("rejection", "coupled"):
-        make = drafter(own_vocab=3, tree=[[0], [1], [0, 0]])
-        out = simulate(world, rule, trials, 2, params=params, drafter=make)
-        assert_same_distribution(out.cells(6), world.exact(params, 2))
+    make = drafter(own_vocab=3, tree=[[0], [1], [0, 0]])
+    out = simulate(world, rule, trials, 2, params=params, drafter=make)
+    assert_same_distribution(out.cells(6), world.exact(params, 2))
 
 
-def test_trees_cut_without_looking(trials: int) -> None:
+@pytest.mark.parametrize("make", [pytest.param(MAKERS["static"], marks=SLOW), DYNAMIC_OF_8], ids=SHAPES)
+def test_trees_cut_without_looking(make: Drafter, trials: int) -> None:
     """What a controller does: verify the first n nodes."""
     world = World.random(5, seed=53)
-    for make in (drafter(tree=SHAPE), drafter(dynamic=DYNAMIC, nodes=8)):
-        out = simulate(
-            world, "rejection", trials, 3, drafter=make, cut=lambda trial, step: (trial + step) % 8
-        )
-        assert_same_distribution(out.cells(5), world.exact(SamplingParams(), 3))
+    out = simulate(world, "rejection", trials, 3, drafter=make, cut=lambda trial, step: (trial + step) % 8)
+    assert_same_distribution(out.cells(5), world.exact(SamplingParams(), 3))
 
 
 def reranked(make: Drafter, keep: int) -> Drafter:

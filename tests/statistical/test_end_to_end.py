@@ -86,19 +86,20 @@ DYNAMIC = {
 
 CASES = [
     ("draft_model", {"rule": "rejection"}, {}),
-    ("draft_model", {"rule": "coupled"}, {}),
     ("draft_model", {"rule": "block", "speculative_token_tree": TREE}, {"temperature": 0.6, "top_k": 5}),
     ("draft_model", {"rule": "coupled", **DYNAMIC}, {}),
-    ("eagle3", {"rule": "rejection"}, {"temperature": 0.6, "top_k": 5}),
     ("eagle3", {"rule": "coupled"}, {}),
-    ("eagle3", {"rule": "rejection", "speculative_token_tree": TREE}, {}),
-    ("eagle3", {"rule": "rejection", **DYNAMIC}, {}),
     ("ngram", {"rule": "rejection"}, {}),
     ("synthetic", {"rule": "coupled", "speculative_token_tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}, {}),
 ]
-"""Each method, rule, shape and kind of parameters, with partners that change."""
+"""Each method, rule, shape and kind of parameters, with partners that change; other pairs of a method and a shape in
+`test_every_method`."""
 MORE = [
     ("draft_model", {"rule": "block"}, {}),  # cut: below
+    ("draft_model", {"rule": "coupled"}, {}),
+    ("eagle3", {"rule": "rejection"}, {"temperature": 0.6, "top_k": 5}),
+    ("eagle3", {"rule": "rejection", "speculative_token_tree": TREE}, {}),
+    ("eagle3", {"rule": "rejection", **DYNAMIC}, {}),
     ("draft_model", {"rule": "rejection"}, {"temperature": 0.6, "top_k": 5}),
     ("draft_model", {"rule": "rejection", "speculative_token_tree": TREE}, {}),
     ("draft_model", {"rule": "rejection", **DYNAMIC}, {}),

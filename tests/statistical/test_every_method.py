@@ -81,25 +81,28 @@ def outputs_follow(engines: Engines, case: tuple[str, str, str], batch: int, tri
 
 ELSEWHERE = {
     ("methods", "draft_model", "chain"),
-    ("methods", "eagle3", "static"),
-    ("methods", "eagle3", "dynamic"),
     ("methods", "ngram", "chain"),
-    ("methods", "medusa", "chain"),
     ("methods", "medusa", "static"),
-    ("methods", "medusa", "dynamic"),
 }
 """By rejection in `test_end_to_end` and `test_medusa_lossless`, with more trials."""
 KIN = {
-    ("methods", "draft_model", "dynamic"),  # as early_exit
+    ("methods", "draft_model", "dynamic"),  # as hybrid
+    ("methods", "hybrid", "static"),  # as draft_model
+    ("methods", "eagle", "chain"),  # as eagle3
     ("methods", "eagle", "static"),  # as eagle3
     ("methods", "mtp", "static"),  # as three layers
     ("other forms", "mtp", "dynamic"),  # as one layer
     ("methods", "dflash", "static"),  # as dspark
     ("other forms", "dflash", "dynamic"),  # as dflash
+    ("methods", "dflash", "chain"),  # as dspark
     ("methods", "early_exit", "static"),  # as draft_model
+    ("methods", "early_exit", "dynamic"),  # as hybrid
+    ("methods", "suffix", "chain"),  # as ngram
     ("methods", "suffix", "static"),
+    ("methods", "synthetic", "chain"),
+    ("other forms", "mtp", "chain"),  # as one layer
 }
-"""Trees that a drafter of the same kind draws as well; each method keeps chains and one form of trees."""
+"""What a drafter of the same kind draws as well; every method and every form of it keeps one shape or more."""
 
 
 @pytest.mark.parametrize(

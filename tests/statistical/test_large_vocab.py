@@ -28,7 +28,7 @@ BATCH = 128  # small enough for the cache
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=SLOW)])
 @pytest.mark.parametrize(
     ("rule", "k"),
     [("rejection", 1), pytest.param("rejection", 3, marks=SLOW), pytest.param("coupled", 3, marks=SLOW)],

@@ -32,8 +32,8 @@ TREES = (
 @pytest.mark.parametrize(
     ("rule", "k", "temperature"),
     [  # every pair of two
-        ("rejection", 1, 0.6), ("rejection", 3, 1.0), ("block", 1, 1.0), ("block", 3, 0.6), ("coupled", 1, 0.6),
-        ("coupled", 3, 1.0),
+        ("rejection", 1, 0.6), ("rejection", 3, 1.0), pytest.param("block", 1, 1.0, marks=pytest.mark.slow),
+        ("block", 3, 0.6), pytest.param("coupled", 1, 0.6, marks=pytest.mark.slow), ("coupled", 3, 1.0),
     ],
 )  # fmt: skip
 def test_chains(rule: str, k: int, temperature: float, trials: int) -> None:
@@ -53,8 +53,15 @@ def test_point_mass_chains(rule: str, trials: int) -> None:
     assert_same_distribution(out.cells(4), world.exact(params, 3))
 
 
-@pytest.mark.parametrize("draw", ["independent", "without_replacement", "fixed"])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "draw"),
+    [
+        (0.6, "independent"), (1.0, "without_replacement"), (0.6, "fixed"),
+        pytest.param(1.0, "independent", marks=pytest.mark.slow),
+        pytest.param(0.6, "without_replacement", marks=pytest.mark.slow),
+        pytest.param(1.0, "fixed", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_trees(draw: DrawKind, temperature: float, trials: int) -> None:
     world = World.random(4, seed=21)
     params = SamplingParams(temperature=temperature)

@@ -30,15 +30,15 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 _RULE = {"rule": "rejection"}
 _DYNAMIC = {"speculative_dynamic_tree": {"top_k": 3, "depth": 3}, "num_speculative_tokens": 6}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "chain": (_RULE, {}),
     "static tree, few tokens": (_RULE | {"speculative_token_tree": TREE}, {"temperature": 0.6, "top_k": 5}),
-    "dynamic tree": (_RULE | _DYNAMIC, {}),
 }
 MORE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "chain": (_RULE, {}),
+    "dynamic tree": (_RULE | _DYNAMIC, {}),
     "block": ({"rule": "block"}, {}),
     "static tree": (_RULE | {"speculative_token_tree": TREE}, {}),
 }
-"""For the slow tests alone."""
+"""For the slow tests alone; chains and dynamic trees by rejection in `test_every_method`, too."""
 
 
 @pytest.mark.parametrize(

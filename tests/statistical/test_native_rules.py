@@ -47,8 +47,17 @@ def right() -> NativeRules:
     return Mistaken(lambda proposal: proposal)
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=lambda p: f"{p.temperature}-{p.top_k}-{p.top_p}")
-@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize(
+    ("rule", "params"),
+    [  # quick: each rule with one, and one more of rejection
+        pytest.param(
+            rule, params, id=f"{rule}-{params.temperature}-{params.top_k}-{params.top_p}",
+            marks=[] if i == j or (i, j) == (0, 1) else pytest.mark.slow,
+        )
+        for i, rule in enumerate(("rejection", "block", "coupled"))
+        for j, params in enumerate(PARAMS)
+    ],
+)  # fmt: skip
 def test_chains(rule: str, params: SamplingParams, trials: int) -> None:
     world = World.random(4, seed=3)
     out = simulate(world, rule, trials, 3, shapes=[CHAINS[3]], params=params, kernels=right())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -70,15 +70,23 @@ def test_equals_the_reference(kernels: LinearKernels, dtype: torch.dtype, output
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(33, 255), (160, 4100)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "counts"),
+    [
+        (33, 255, range(2, 65)),
+        (160, 4100, (2, 3, 5, 8, 15, 16, 17, 31, 33, 64)),  # cut into blocks of k
+        pytest.param(160, 4100, range(2, 65), marks=pytest.mark.slow),
+    ],
+    ids=["33-255", "160-4100", "160-4100-all"],
+)
 def test_same_bits_for_any_number_of_rows_and_threads(
-    kernels: LinearKernels, dtype: torch.dtype, outputs: int, inputs: int
+    kernels: LinearKernels, dtype: torch.dtype, outputs: int, inputs: int, counts: Sequence[int]
 ) -> None:
     weight, x, bias = tensors(outputs, inputs, 512, dtype)
     packed = kernels.pack(weight, bias)
     others = [with_threads(1), with_threads(3)]
     single = torch.cat([kernels.run(x[i : i + 1], packed) for i in range(512)])
-    for rows in [*range(2, 65), 512]:
+    for rows in [*counts, 512]:
         assert torch.equal(kernels.run(x[:rows], packed), single[:rows]), rows
         assert torch.equal(kernels.run(x[512 - rows :], packed), single[512 - rows :]), rows
     for other in others:

@@ -87,11 +87,20 @@ def test_zero_points(kernels: LinearKernels, name: str) -> None:
             assert error(got, oracle(x[:rows], weight, bias, "dynamic" in name)) < 1e-5
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("isa", "name", "zeros"),
+    [  # every format on every instruction set, with zero points or without; --all: both
+        pytest.param(
+            isa, name, zeros, id=f"{isa.name.lower()}-{name}-{zeros}",
+            marks=[] if "int4" not in name or (i + j) % 2 == zeros else pytest.mark.slow,
+        )
+        for i, isa in enumerate(Isa)
+        for j, name in enumerate(NAMES)
+        for zeros in ((False, True) if "int4" in name else (False,))
+    ],
+    indirect=["isa"],
+)  # fmt: skip
 def test_same_bits_for_any_number_of_rows_and_threads(kernels: LinearKernels, name: str, zeros: bool) -> None:
-    if zeros and "int4" not in name:
-        pytest.skip("no zero points")
     _, packed, x, _ = case(kernels, name, 65, 2100, 512, zeros=zeros)
     single = torch.cat([kernels.run(x[i : i + 1], packed) for i in range(80)])
     for rows in range(2, 65):
