@@ -21,7 +21,15 @@ def greedy(llm: LLM, prompts: list[str], method: str) -> list[tuple[int, ...]]:
     return [tuple(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int8_weight_only", "int4", "int4_weight_only"])
+@pytest.mark.parametrize(
+    "quantization",
+    [  # each width and each kind of activations; --all: together
+        "int8",
+        pytest.param("int8_weight_only", marks=pytest.mark.slow),
+        pytest.param("int4", marks=pytest.mark.slow),
+        "int4_weight_only",
+    ],
+)
 def test_same_text_with_and_without_speculation(quantization: str) -> None:
     native_or_skip()
     with LLM(quantization=quantization, speculation_control="static") as llm:

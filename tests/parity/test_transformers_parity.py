@@ -179,6 +179,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_ONE_OF_EACH = {
+    "llama", "llama-biases", "llama-rope-dynamic", "mistral-window", "qwen2-window", "qwen3-biases-window",
+    "qwen3-moe-window", "qwen2-moe", "gemma2", "gemma3", "phi3-partial", "deepseek-v3", "deepseek-v2",
+    "deepseek-v3-halves", "glm4-moe", "gpt-oss", "mixtral-window", "olmoe",
+}  # fmt: skip
+"""Of each family the form with most in it. Logits are compared in all of them, whole and in chunks of all sizes."""
+FORMS = [
+    pytest.param(case, id=name, marks=[] if name in _ONE_OF_EACH else pytest.mark.slow)
+    for name, case in CASES.items()
+]
+
+
 @pytest.fixture(params=CASES.values(), ids=CASES.keys())
 def pair(request: pytest.FixtureRequest, make_checkpoint: MakeModel) -> tuple[Any, Driver]:
     family, settings = request.param
@@ -196,6 +208,7 @@ def test_logits_equal_for_any_chunking(pair: tuple[Any, Driver]) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("pair", FORMS, indirect=True)
 def test_fifty_greedy_tokens_equal(pair: tuple[Any, Driver]) -> None:
     reference, driver = pair
     prompt = tokens_of(4, 12)
@@ -205,6 +218,7 @@ def test_fifty_greedy_tokens_equal(pair: tuple[Any, Driver]) -> None:
     assert len(found) == 50 and found == likeliest[len(prompt) - 1 : -1]
 
 
+@pytest.mark.parametrize("pair", FORMS, indirect=True)
 def test_tree_paths_equal_chains(pair: tuple[Any, Driver]) -> None:
     """Each path of a tree gives the logits that the path gives as a chain; several trees and a chain at once."""
     reference, driver = pair
@@ -236,6 +250,7 @@ def test_tree_paths_equal_chains(pair: tuple[Any, Driver]) -> None:
     torch.testing.assert_close(chain, expected[-5:], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("pair", FORMS, indirect=True)
 def test_mixed_batch_equals_one_at_a_time(pair: tuple[Any, Driver]) -> None:
     """16 requests of mixed lengths in one pass, chunks and decodes of all widths together."""
     _, driver = pair

@@ -115,7 +115,12 @@ def test_it_finds_the_best_length_in_tens_of_steps(accept: float, n: int) -> Non
 
 @pytest.mark.parametrize(
     ("accept", "n"),
-    [(a, n) for a in (0.0, 0.3, 0.6, 0.8, 0.95) for n in (1, 4, 16)] + [(0.0, 64), (0.95, 64)],
+    [  # every chance and every number; --all: together
+        pytest.param(a, n, marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, a in enumerate((0.0, 0.3, 0.6, 0.8, 0.95))
+        for j, n in enumerate((1, 4, 16, 64))
+        if n < 64 or a in (0.0, 0.95)
+    ],
 )
 def test_it_is_never_much_slower_than_the_better_of_plain_and_static(accept: float, n: int) -> None:
     adaptive = rate_of(world(accept), AdaptiveController(), n, 1500 if n < 64 else 500)

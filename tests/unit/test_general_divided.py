@@ -78,7 +78,12 @@ def test_logits_are_those_of_the_whole(tmp_path: Path, kind: str, size: int) -> 
 
 @pytest.mark.parametrize(
     ("kind", "width"),
-    [("F32", 96), ("Q4_0", 128), ("Q4_0", 96), pytest.param("Q8_0", 128, marks=pytest.mark.slow)],
+    [
+        pytest.param("F32", 96, marks=pytest.mark.slow),
+        ("Q4_0", 128),
+        ("Q4_0", 96),
+        pytest.param("Q8_0", 128, marks=pytest.mark.slow),
+    ],
 )
 def test_gguf_files_that_are_put_together_are_divided(tmp_path: Path, kind: str, width: int) -> None:
     """By whole blocks of 32 inputs: an MLP of three blocks stays whole on both ranks."""
@@ -148,7 +153,7 @@ def test_experts_are_divided(tmp_path: Path, kind: str, size: int, by_rank: bool
 @pytest.mark.parametrize(
     ("kind", "form", "sizes"),
     [
-        ("granite", "awq", {}),
+        pytest.param("granite", "awq", {}, marks=pytest.mark.slow),  # its table: above
         ("dots1", "w4a16", {"moe_intermediate_size": 64}),
         ("dots1", "w4a16", {}),  # no group of 32 is in half of an expert: they are divided by rank
         pytest.param("granite", "gptq", {}, marks=pytest.mark.slow),
@@ -169,7 +174,7 @@ def test_quantised_weights_are_divided_as_they_are(
     assert worst < (0.1 if form == "w8a8" else 1e-4), "rows that are rounded to int8 are rounded in parts"
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4_weight_only"])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4_weight_only", marks=pytest.mark.slow)])
 def test_weights_that_are_rounded_at_load(tmp_path: Path, quantization: str) -> None:
     save(small("granite", **LAYERS), tmp_path / "model")
     options = {"dtype": torch.bfloat16, "quantization": quantization}

@@ -144,17 +144,24 @@ def logits_of(decoder: DecoderModel, *rows: RowInput, kv: KVStorage | None = Non
         return decoder.forward_logits(build_step_input(rows, 16, CPU), kv)[1]
 
 
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "interleaved": ("glm4_moe_lite", {}),
+    "halves, queries as they are": ("glm4_moe_lite", {"rope_interleave": False, "q_lora_rank": None}),
+    "youtu": ("youtu", {}),
+    "minicpm3": ("minicpm3", {}),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        ("glm4_moe_lite", {}),
-        ("glm4_moe_lite", {"rope_interleave": False, "q_lora_rank": None}),
-        ("youtu", {}),
-        ("minicpm3", {}),
+    ("dtype", "kind", "sizes"),
+    [  # each in one of the types; --all: in both
+        pytest.param(
+            getattr(torch, dtype), *form, id=f"{dtype}-{name}", marks=[] if (i + j) % 2 else pytest.mark.slow
+        )
+        for i, dtype in enumerate(("float32", "bfloat16"))
+        for j, (name, form) in enumerate(FORMS.items())
     ],
-    ids=["interleaved", "halves, queries as they are", "youtu", "minicpm3"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore")  # of Transformers' models
 def test_models_with_latent_attention(
     kind: str, sizes: dict[str, Any], dtype: torch.dtype, tmp_path: Path

@@ -208,16 +208,28 @@ TOKENS = [5 + (7 * i) % 90 for i in range(23)]
 MINE, OTHER = np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "dots1": {"num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    "ernie4_5_moe": {},
+    "granitemoe": {},
+    "afmoe": {},
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        ("dots1", {"num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
-        ("ernie4_5_moe", {}),
-        ("granitemoe", {}),
-        ("afmoe", {}),
+    ("dtype", "kind", "sizes"),
+    [  # each in one of the types; --all: in both
+        pytest.param(
+            getattr(torch, dtype),
+            kind,
+            sizes,
+            id=f"{dtype}-{kind}",
+            marks=[] if (i + j) % 2 else pytest.mark.slow,
+        )
+        for i, dtype in enumerate(("float32", "bfloat16"))
+        for j, (kind, sizes) in enumerate(KINDS.items())
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore")  # of Transformers' models
 def test_a_model_with_experts_has_the_same_bits_in_any_batch(
     kind: str, sizes: dict[str, Any], dtype: torch.dtype, tmp_path: Path
@@ -239,7 +251,9 @@ def test_a_model_with_experts_has_the_same_bits_in_any_batch(
     assert torch.equal(second[:3], whole[:3])
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "int8_weight_only"])
+@pytest.mark.parametrize(
+    "quantization", ["int8", "int4", pytest.param("int8_weight_only", marks=pytest.mark.slow)]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_experts_in_formats_of_few_bits(quantization: str, tmp_path: Path) -> None:
     native_or_skip()

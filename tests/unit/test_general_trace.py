@@ -115,6 +115,7 @@ def test_sums_products_and_factors() -> None:
         (lambda x: rms(x, torch.ones(H)) + x.transpose(1, 2).reshape(1, T, H), "moves numbers between rows"),
         (lambda x: torch.cat([x[:, :1], x[:, :-1]], 1), "moves numbers between rows"),
         (lambda x: x @ x.transpose(1, 2), "bmm"),
+        (lambda x: 1.0 + rms(x, torch.ones(H)), "adds a constant"),
         (lambda x: linear(4)(x) + linear(4)(x).flip(-1), "flip"),
     ],
 )
@@ -199,8 +200,16 @@ TOKENS = [5 + (7 * i) % 90 for i in range(23)]
 MINE, OTHER = np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32)
 
 
-@pytest.mark.parametrize("kind", ["granite", "gpt_neox", "cohere", "gpt2", "opt", "glm4", "olmo2", "smollm3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [  # each in one of the types; --all: in both
+        pytest.param(
+            getattr(torch, dtype), kind, id=f"{dtype}-{kind}", marks=[] if (i + j) % 2 else pytest.mark.slow
+        )
+        for i, dtype in enumerate(("float32", "bfloat16"))
+        for j, kind in enumerate(("granite", "gpt_neox", "cohere", "gpt2", "opt", "glm4", "olmo2", "smollm3"))
+    ],
+)
 def test_rows_have_the_same_bits_in_any_batch(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     native_or_skip()
     folder, model = made(kind, tmp_path)

@@ -422,8 +422,10 @@ class KVMachine(RuleBasedStateMachine):
             assert self.kv.num_free == BLOCKS
 
 
-KVMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+KVMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestKVMachine = KVMachine.TestCase
+_MANY = {"settings": settings(max_examples=120, stateful_step_count=40)}
+TestManyKVMachines = pytest.mark.slow(type("TestManyKVMachines", (KVMachine.TestCase,), _MANY))
 
 
 LONG = np.arange(2000, dtype=np.int32)

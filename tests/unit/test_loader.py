@@ -434,7 +434,7 @@ print(status("VmHWM") - before, model.weight_bytes())
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_loading_takes_at_most_a_fifth_more_than_the_weights(tmp_path: Path, dtype: str) -> None:
     """Peak resident memory of a fresh process, pages of the mapped file included."""
     config = CONFIG | {

@@ -151,5 +151,7 @@ class Engine(RuleBasedStateMachine):
                 assert request.finish_reason == "length" and request.num_tokens == request.max_total
 
 
-Engine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+Engine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestEngine = Engine.TestCase
+_MANY = {"settings": settings(max_examples=120, stateful_step_count=40)}
+TestManyEngines = pytest.mark.slow(type("TestManyEngines", (Engine.TestCase,), _MANY))

@@ -314,9 +314,18 @@ def test_forced_calls(cuts: list[int]) -> None:
         assert put_together(pieces_of(ForcedParser(None), text[:short], cuts)) == ("", [("", text[:short])])
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(
-    st.text(), v)).filter(lambda v: isinstance(v, list | dict)), st.text(), CUTS)  # fmt: skip
-def test_ends_of_json(value: Any, rest: str, cuts: list[int]) -> None:
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda v: st.lists(v) | st.dictionaries(st.text(), v),
+).filter(lambda v: isinstance(v, list | dict))
+
+
+@pytest.mark.parametrize("examples", [35, pytest.param(100, marks=pytest.mark.slow)])
+def test_ends_of_json(examples: int) -> None:
+    given(VALUES, st.text(), CUTS)(settings(max_examples=examples)(ends_of_json))()
+
+
+def ends_of_json(value: Any, rest: str, cuts: list[int]) -> None:
     text = json.dumps(value)
     scan = JsonScan()
     for cut in sorted({cut % len(text) for cut in cuts}):

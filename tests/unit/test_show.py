@@ -87,7 +87,15 @@ def test_a_general_model_is_looked_at_without_its_weights(
     assert facts.parameters.total == sum(p.numel() for p in loaded.parameters())
 
 
-@pytest.mark.parametrize("kind", ["falcon_h1", "lfm2", "mamba", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "kind",
+    [  # with attention beside the state, and without
+        pytest.param("falcon_h1", marks=pytest.mark.slow),
+        "lfm2",
+        "mamba",
+        pytest.param("recurrent_gemma", marks=pytest.mark.slow),
+    ],
+)
 def test_states_are_those_of_the_loaded_model(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,8 +42,15 @@ def run(trace: Trace, policy: Policy | None = None, *, tokens: int = 100_000, **
     return cluster.run()
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(
+    ("block_size", "drafts"),
+    [
+        (16, 3),
+        (64, 0),
+        pytest.param(16, 0, marks=pytest.mark.slow),
+        pytest.param(64, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_200_requests_in_500_blocks_give_exactly_20_000_tokens(drafts: int, block_size: int) -> None:
     """planner.md's anchor; then the engine is idle."""
     trace = make_trace([0.0] * 200, [1000] * 200, [100] * 200)
@@ -136,9 +143,12 @@ def test_a_failed_replica_loses_no_request_and_no_token() -> None:
     assert found.e2e_np.mean() > quiet.e2e_np.mean()
 
 
-@settings(max_examples=40)
-@given(st.data())
-def test_whatever_happens_every_token_is_delivered_once(data: st.DataObject) -> None:
+@pytest.mark.parametrize("examples", [12, pytest.param(40, marks=pytest.mark.slow)])
+def test_whatever_happens_every_token_is_delivered_once(examples: int) -> None:
+    given(st.data())(settings(max_examples=examples)(everything_is_delivered))()
+
+
+def everything_is_delivered(data: st.DataObject) -> None:
     """Little caches, failures, pools, routers, a planner that starts and drains replicas: all requests end with all
     their tokens, or are refused because no engine could ever serve them; times are in order; the same seed does the
     same."""

@@ -177,11 +177,11 @@ def statistic(rule: str, how: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("rule", "how"),
     [
-        ("rejection", "chain"),
+        pytest.param("rejection", "chain", marks=pytest.mark.slow),  # a tree without siblings
         ("rejection", "tree"),
         ("rejection", "unmasked"),
         ("block", "chain"),
-        ("coupled", "chain"),
+        pytest.param("coupled", "chain", marks=pytest.mark.slow),
         ("coupled", "tree"),
     ],
 )
