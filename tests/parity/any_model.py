@@ -43,7 +43,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft = target": {"method": "draft_model"},
     "tree": {"method": "draft_model", "speculative_token_tree": [[0], [1], [0, 0]]},
 }
-LENGTH = 30
+LENGTH, SHORT = 30, 14
+"""Tokens that are compared; of the quick tests, which fill a block and begin another one all the same."""
 LIMIT = 1e-3
 """Of log-probabilities in float32, in nats."""
 WAYS = (
@@ -69,9 +70,9 @@ def prompts() -> list[list[int]]:
     return [[(3 + 7 * i + j * (i + 2)) % 250 + 3 for j in range(9 + 14 * i)] for i in range(3)]
 
 
-def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
-    """Load the architecture and compare 30 greedy tokens of three prompts in one batch and in chunks, plainly, with
-    look-ups, with the model as its own drafter and with trees, and log-probabilities of prompts and answers.
+def outcome(kind: str, folder: Path, *, wrapper: bool = False, length: int = LENGTH) -> Outcome:
+    """Load the architecture and compare ``length`` greedy tokens of three prompts in one batch and in chunks, plainly,
+    with look-ups, with the model as its own drafter and with trees, and log-probabilities of prompts and answers.
 
     Raises:
         AssertionError: it is served, and not equal; or refused without words.
@@ -112,7 +113,7 @@ def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
                 continue
             params = SamplingParams(
                 temperature=0,
-                max_tokens=LENGTH,
+                max_tokens=length,
                 ignore_eos=True,
                 speculation=speculation,
                 logprobs=0,
@@ -126,7 +127,7 @@ def outcome(kind: str, folder: Path, *, wrapper: bool = False) -> Outcome:
                     for prompt, tokens in zip(prompts(), answers, strict=True)
                 ]
             for output, prompt, (tokens, logprobs) in zip(found, prompts(), wanted, strict=True):
-                assert len(tokens) == LENGTH and list(output.outputs[0].token_ids) == tokens, name
+                assert len(tokens) == length and list(output.outputs[0].token_ids) == tokens, name
                 assert output.prompt_logprobs is not None
                 for i, position in enumerate(output.prompt_logprobs[1:]):
                     assert position is not None

@@ -17,7 +17,7 @@ from draftwise.models.loader import load_model
 from draftwise.models.text_part import PLAIN
 from tests.fakes.architectures import KINDS, WRAPPERS, save, small
 from tests.native import native_or_skip
-from tests.parity.any_model import LIST, listed, outcome, prompts
+from tests.parity.any_model import LENGTH, LIST, SHORT, listed, outcome, prompts
 
 CPU = torch.device("cpu")
 EQUAL = frozenset(LIST.read_text().split())
@@ -40,11 +40,15 @@ these same ways: --all."""
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+    ("kind", "length"),
+    [
+        *(pytest.param(kind, SHORT, id=kind) for kind in KINDS if kind in _QUICK),
+        *(pytest.param(kind, LENGTH, id=f"{kind}-long", marks=pytest.mark.slow) for kind in KINDS),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")  # of Transformers' models
-def test_equal_or_refused(kind: str, tmp_path: Path) -> None:
-    found = outcome(kind, tmp_path / "model")
+def test_equal_or_refused(kind: str, length: int, tmp_path: Path) -> None:
+    found = outcome(kind, tmp_path / "model", length=length)
     if found.way == "":
         pytest.skip(f"no small one: {found.words[:200]}")
     assert kind not in EQUAL or found.way != "refused", found.words

@@ -29,14 +29,14 @@ TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
         ("none", 3, 209),
         ("ngram", 9, 306),
         ("suffix", 8, 311),
-        ("hybrid", 11, 356),
+        pytest.param("hybrid", 11, 356, marks=pytest.mark.slow),  # as suffix and draft_model
         ("mtp", 10, 356),
         ("eagle3", 9.5, 395),
         ("dflash", 4.2, 413),
         ("medusa", 7, 416),
         ("draft_model", 9, 289),
         ("early_exit", 4.2, 279),
-        ("mtp:tree", 9.7, 381),
+        pytest.param("mtp:tree", 9.7, 381, marks=pytest.mark.slow),  # as eagle3
         ("eagle3:tree", 9.5, 422),
         ("draft_model:tree", 8.8, 308),
     ],
