@@ -22,7 +22,7 @@ def mean_and_error(lengths: list[int]) -> tuple[float, float]:
     return float(np.mean(lengths)), float(np.std(lengths) / math.sqrt(len(lengths)))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_block_keeps_at_least_as_much_as_rejection(seed: int, trials: int) -> None:
     world = World.random(4, seed=seed)
     block = mean_and_error(simulate(world, "block", trials, 1, shapes=[CHAINS[4]]).first_lengths)

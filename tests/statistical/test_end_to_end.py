@@ -137,7 +137,7 @@ def test_outputs_follow_the_target(
 
 
 @pytest.mark.parametrize(
-    ("method", "speculation", "more", "trials"), with_trials([MORE[0], MORE[-1]], [CASES[0]])
+    ("method", "speculation", "more", "trials"), with_trials([MORE[0]], [MORE[-1], CASES[0]])
 )
 def test_outputs_follow_the_target_whatever_is_cut(
     folders: tuple[str, str, str], method: str, speculation: dict[str, Any], more: dict[str, Any], trials: int

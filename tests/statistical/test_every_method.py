@@ -82,9 +82,8 @@ def outputs_follow(engines: Engines, case: tuple[str, str, str], batch: int, tri
 ELSEWHERE = {
     ("methods", "draft_model", "chain"),
     ("methods", "ngram", "chain"),
-    ("methods", "medusa", "static"),
 }
-"""By rejection in `test_end_to_end` and `test_medusa_lossless`, with more trials."""
+"""By rejection in `test_end_to_end`, with more trials."""
 KIN = {
     ("methods", "draft_model", "dynamic"),  # as hybrid
     ("methods", "hybrid", "static"),  # as draft_model

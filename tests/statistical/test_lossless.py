@@ -80,13 +80,13 @@ def test_trees_under_other_rules(rule: str, trials: int) -> None:
     assert_same_distribution(out.cells(4), world.exact(params, 3))
 
 
-def test_more_siblings_than_support(trials: int) -> None:
+@pytest.mark.parametrize("draw", [pytest.param("independent", marks=pytest.mark.slow), "without_replacement"])
+def test_more_siblings_than_support(draw: DrawKind, trials: int) -> None:
     """Independent siblings repeat themselves; a hopeless drafter makes every rejection path walk."""
     world = World.random(3, seed=4, noise=3.0)
     params = SamplingParams()
-    for draw in ("independent", "without_replacement"):
-        out = simulate(world, "rejection", trials, 3, shapes=[(-1, -1, -1, 0, 1)], draw=draw, params=params)
-        assert_same_distribution(out.cells(3), world.exact(params, 3))
+    out = simulate(world, "rejection", trials, 3, shapes=[(-1, -1, -1, 0, 1)], draw=draw, params=params)
+    assert_same_distribution(out.cells(3), world.exact(params, 3))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])

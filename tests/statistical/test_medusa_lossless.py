@@ -1,5 +1,6 @@
 """Whole engines with Medusa heads: the joint distribution of the first tokens is the target's. The statistic, its
-threshold and what it detects are those of `test_end_to_end`."""
+threshold and what it detects are those of `test_end_to_end`. All slow: quick ones of each shape are in
+`test_every_method`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from tests.statistical.test_end_to_end import (
     LENGTH,
     MANY,
     PROMPT,
-    TRIALS,
     VOCAB,
     chi_square,
     exact,
@@ -31,25 +31,16 @@ _RULE = {"rule": "rejection"}
 _DYNAMIC = {"speculative_dynamic_tree": {"top_k": 3, "depth": 3}, "num_speculative_tokens": 6}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "static tree, few tokens": (_RULE | {"speculative_token_tree": TREE}, {"temperature": 0.6, "top_k": 5}),
-}
-MORE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chain": (_RULE, {}),
     "dynamic tree": (_RULE | _DYNAMIC, {}),
     "block": ({"rule": "block"}, {}),
     "static tree": (_RULE | {"speculative_token_tree": TREE}, {}),
 }
-"""For the slow tests alone; chains and dynamic trees by rejection in `test_every_method`, too."""
 
 
 @pytest.mark.parametrize(
     ("speculation", "more", "trials"),
-    [
-        *(pytest.param(*case, TRIALS, id=name) for name, case in CASES.items()),
-        *(
-            pytest.param(*case, MANY, id=f"{name}, many", marks=pytest.mark.slow)
-            for name, case in (CASES | MORE).items()
-        ),
-    ],
+    [pytest.param(*case, MANY, id=f"{name}, many", marks=pytest.mark.slow) for name, case in CASES.items()],
 )
 def test_outputs_follow_the_target(
     folders: tuple[str, str, str],

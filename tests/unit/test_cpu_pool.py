@@ -156,7 +156,8 @@ def test_works_in_a_forked_child(pool: ThreadPool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forks_while_another_thread_packs_and_computes() -> None:
+@pytest.mark.parametrize("children", [32, pytest.param(64, marks=pytest.mark.slow)])
+def test_forks_while_another_thread_packs_and_computes(children: int) -> None:
     """The allocator's lock is held over a fork: a child finds it free. Without that, 3 of 32 children hung."""
     library = native_or_skip()
     pool = ThreadPool(library, 2)
@@ -172,7 +173,7 @@ def test_forks_while_another_thread_packs_and_computes() -> None:
     for packer in packers:
         packer.start()
     try:
-        for _ in range(64):
+        for _ in range(children):
             child = os.fork()
             if child == 0:
                 signal.alarm(30)  # hangs end it

@@ -100,7 +100,10 @@ def _packed(model: Any) -> list[PackedExperts]:
     return [module for module in model._model.modules() if isinstance(module, PackedExperts)]
 
 
-@pytest.mark.parametrize(("kind", "form"), [("phimoe", "w4a16"), ("dots1", "nf4 nested"), ("dots1", "awq")])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("phimoe", "w4a16"), pytest.param("dots1", "nf4 nested", marks=pytest.mark.slow), ("dots1", "awq")],
+)
 @pytest.mark.filterwarnings("ignore")  # of Transformers' models
 def test_experts_of_a_quantised_checkpoint_keep_their_codes(kind: str, form: str, tmp_path: Path) -> None:
     native_or_skip()

@@ -257,7 +257,10 @@ def test_a_layer_of_which_only_a_part_takes_additions_is_named(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("kind", "modules"),
-    [("jamba", ("in_proj", "x_proj", "out_proj", "q_proj")), ("bloom", ("query_key_value", "dense"))],
+    [
+        pytest.param("jamba", ("in_proj", "x_proj", "out_proj", "q_proj"), marks=pytest.mark.slow),
+        ("bloom", ("query_key_value", "dense")),
+    ],
 )
 def test_several_adapters_where_rows_are_not_computed_in_order(
     kind: str, modules: tuple[str, ...], tmp_path: Path

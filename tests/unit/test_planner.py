@@ -235,7 +235,7 @@ def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
 
 # ----------------------------------------------------------------------------------------------- commands
 
-LOAD = ["--polynomial", "60000", "--rate", "3", "--duration", "50", "--isl", "300", "--osl", "60"]
+LOAD = ["--polynomial", "60000", "--rate", "3", "--duration", "32", "--isl", "300", "--osl", "60"]
 
 
 def test_a_plan_is_tried_on_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

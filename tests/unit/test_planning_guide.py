@@ -50,7 +50,7 @@ def test_it_runs(
     _profile(tmp_path / "profile.json")
     line = list(command)
     at = line.index("--duration") + 1
-    line[at] = "20" if float(line[at]) < 1000 else "2000"  # of the long one a sample is simulated
+    line[at] = "10" if float(line[at]) < 1000 else "2000"  # of the long one a sample is simulated
     assert main(line) == 0
     out = capsys.readouterr().out
     assert "SLA" in out and "requests" in out

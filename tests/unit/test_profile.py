@@ -26,6 +26,7 @@ from draftwise.plan.operating import OperatingPoint, Sla
 from draftwise.plan.profile import Profile
 from draftwise.plan.samples import PromptSample, RestSample, Setting, StepSample, quantiles
 from draftwise.plan.times import Infeasible, OutOfRange
+from draftwise.profile import measure
 from draftwise.profile.points import AcceptPoint, PromptPoint, StepPoint, plan_points, telling
 from draftwise.profile.report import best_settings, break_even, choices, draw
 
@@ -226,9 +227,13 @@ def test_dynamos_files_say_what_steps_take(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------- the real engine
 
 
-def test_the_embedded_model_is_profiled_within_a_budget_and_gone_on_with(tmp_path: Path) -> None:
+def test_the_embedded_model_is_profiled_within_a_budget_and_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from draftwise.cli.main import main
 
+    monkeypatch.setattr(measure, "_REPEATS", 1)  # of each prompt in a visit: medians of more are tested above
+    monkeypatch.setattr(measure, "_REST_OUTPUT", 48)
     file = tmp_path / "profile.json"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "def add(a, b):\n    return a + b\n\n\ndef add("}) + "\n")

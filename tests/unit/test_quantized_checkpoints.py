@@ -760,8 +760,11 @@ def as_general(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     "name",
     [
-        "awq", "awq gemv", "gptq desc_act", "w4a16 with zeros", "w8a8", "fp8 blocks", "two forms", "nvfp4", "mxfp4",
-        "modelopt mixed", "modelopt fp8",
+        "awq", "gptq desc_act", "w8a8", "fp8 blocks", "two forms", "nvfp4", "mxfp4",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("awq gemv", "w4a16 with zeros", "modelopt mixed", "modelopt fp8")
+        ),
     ],
 )  # fmt: skip
 def test_models_of_transformers_take_the_same_numbers(tmp_path: Path, name: str) -> None:

@@ -47,7 +47,7 @@ def logits(folder: str, scheme: str, cache: Path | None, dtype: torch.dtype = to
         ("granite", "int8_dynamic"),
         ("dots1", "int4_dynamic"),
         ("phimoe", "int8_weight_only"),
-        ("gpt_neox", "int4_weight_only"),
+        pytest.param("gpt_neox", "int4_weight_only", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of Transformers' models

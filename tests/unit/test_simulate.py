@@ -232,12 +232,12 @@ def test_the_router_that_knows_prefixes_finds_them() -> None:
 
 
 def test_a_planner_follows_the_load_up_and_down() -> None:
-    up = poisson_trace(12, 600, 500, 60, shape="peak")
+    up = poisson_trace(12, 300, 500, 60, shape="peak")
     times, sla = Polynomial(30_000), Sla(ttft=1.0, itl=0.03)
     planner = Planner(
-        PlannerConfig(interval=10, budget=6, hold=3), ModelCapacity(times, ACCEPTANCE, sla, most_requests=64)
+        PlannerConfig(interval=5, budget=6, hold=3), ModelCapacity(times, ACCEPTANCE, sla, most_requests=64)
     )
-    settings = ClusterSettings(replicas=1, startup=10, sla=sla)
+    settings = ClusterSettings(replicas=1, startup=5, sla=sla)
     found = Cluster(
         up, times, ACCEPTANCE, Policy("model", 3), EngineSettings(max_num_seqs=64), settings, planner=planner
     ).run()

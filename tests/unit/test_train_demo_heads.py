@@ -45,8 +45,8 @@ def test_two_steps_make_three_heads(library: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(demo_heads, "HELDOUT_TEXTS", 2)
     monkeypatch.setattr(demo_heads, "HELDOUT_WINDOWS", 2)
     monkeypatch.setattr(demo_heads, "BATCH", 2)
-    for name in ("WINDOW", "OWN_LENGTH", "OWN_PROMPT"):  # an eighth of the text
-        monkeypatch.setattr(demo_heads, name, getattr(demo_heads, name) // 8)
+    for name in ("WINDOW", "OWN_LENGTH", "OWN_PROMPT"):  # a sixteenth of the text
+        monkeypatch.setattr(demo_heads, name, getattr(demo_heads, name) // 16)
     torch.set_num_threads(1)
     common = [
         "--out",
