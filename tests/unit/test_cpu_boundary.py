@@ -203,8 +203,8 @@ def raises(error, function, *arguments, **named):
 """
 
 NO_MEMORY = """
-w, x = torch.randn(2048, 2048), torch.randn(4096, 2048)
-out = torch.empty(4096, 2048)
+w, x = torch.randn(1024, 2048), torch.randn(2048, 2048)
+out = torch.empty(2048, 1024)
 with memory(1 << 20):
     raises(MemoryError, kernels.pack, w)
 layer = kernels.pack(w)

@@ -124,8 +124,8 @@ def test_tables_of_quantised_checkpoints_are_divided(tmp_path: Path) -> None:
 
 
 EXPERTS = [
-    ("dots1", 2, False),  # a tensor for each expert, a shared one, a correction
-    ("dots1", 2, True),
+    ("dots1", 2, True),  # a tensor for each expert, a shared one, a correction
+    pytest.param("dots1", 2, False, marks=pytest.mark.slow),  # its codes: below
     pytest.param("granitemoe", 2, False, marks=pytest.mark.slow),  # stacks in the checkpoint
     pytest.param("granitemoe", 4, True, marks=pytest.mark.slow),
     pytest.param("ernie4_5_moe", 4, False, marks=pytest.mark.slow),

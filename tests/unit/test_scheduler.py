@@ -156,8 +156,8 @@ def test_samples_of_one_prompt_share_what_the_first_has_computed() -> None:
     """They did not fit beside it before its blocks could be found, and nothing was freed since."""
     engine = Engine(blocks=60, rows=2048, block_size=16)
     for _ in range(4):
-        engine.add([i % 5 for i in range(600)], 60)
-    assert engine.run() == 61
+        engine.add([i % 5 for i in range(600)], 20)
+    assert engine.run() == 21
     assert engine.scheduler.num_preemptions == 0
 
 

@@ -194,7 +194,7 @@ def test_an_environment_that_torchrun_never_sets(
 def test_a_memorised_text_is_accepted(target: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text(TEXT[:160], encoding="utf-8")
-    asked = options("mtp", target, short, tmp_path / "out", steps=200, evaluate_every=200, unrolls=3)
+    asked = options("mtp", target, short, tmp_path / "out", steps=150, evaluate_every=150, unrolls=3)
     record = train_head(asked, quietly())
     assert record["measured"]["text"]["mtp"]["greedy"][0] >= 0.95
 
