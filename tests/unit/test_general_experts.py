@@ -174,7 +174,7 @@ def test_what_is_not_understood_stays(layer: Layer) -> None:
         torch.testing.assert_close(layer(x), wanted)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow), "int4"])
 @pytest.mark.filterwarnings("ignore")  # of Transformers' models
 def test_a_model_in_the_general_way(tmp_path: Path, quantization: str | None) -> None:
     """Its router is none that we know, its experts are. The load's own check compares logits with Transformers'."""

@@ -185,7 +185,7 @@ def test_models_with_latent_attention(
     assert torch.equal(second[:3], whole[:3])
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 @pytest.mark.filterwarnings("ignore")
 def test_latent_attention_in_formats_of_few_bits(quantization: str, tmp_path: Path) -> None:
     native_or_skip()

@@ -228,7 +228,7 @@ def test_rows_have_the_same_bits_in_any_batch(kind: str, dtype: torch.dtype, tmp
     assert torch.equal(second[:3], whole[:3])
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_formats_of_few_bits(quantization: str, tmp_path: Path) -> None:
     native_or_skip()
     folder, model = made("stablelm", tmp_path)

@@ -52,9 +52,18 @@ def case(heads: int, dim: int, dtype: torch.dtype, cache: torch.dtype) -> tuple[
     return q, (entries.to(cache),)
 
 
-@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(5, 24), (40, 36)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "cache"),
+    [  # every two values of any two kinds together, on every instruction set; --all: every three
+        pytest.param(
+            *shape, dtype, cache, id=f"{shape[0]}-{shape[1]}-{dtype}-{cache}",
+            marks=[] if (i + j + k) % 2 == 1 else pytest.mark.slow,
+        )
+        for i, shape in enumerate([(5, 24), (40, 36)])
+        for j, dtype in enumerate([torch.float32, torch.bfloat16])
+        for k, cache in enumerate([torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+    ],
+)  # fmt: skip
 def test_attention(isa: Isa, heads: int, dim: int, dtype: torch.dtype, cache: torch.dtype) -> None:
     q, kv = case(heads, dim, dtype, cache)
     batch, _ = make_batch(PARTS)
