@@ -75,7 +75,7 @@ def rates(accept: float, n: int, warm: int) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("accept", "n"),
     [
-        # every second one; with 256, drafting never pays: below
+        # every second one; with 256 drafting never pays: see the next test
         pytest.param(accept, n, marks=[] if (i + j) % 2 == 0 and n < 256 else pytest.mark.slow)
         for i, accept in enumerate((0.0, 0.3, 0.6, 0.8))
         for j, n in enumerate((1, 16, 64, 256))

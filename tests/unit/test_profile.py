@@ -232,7 +232,7 @@ def test_the_embedded_model_is_profiled_within_a_budget_and_gone_on_with(
 ) -> None:
     from draftwise.cli.main import main
 
-    monkeypatch.setattr(measure, "_REPEATS", 1)  # of each prompt in a visit: medians of more are tested above
+    monkeypatch.setattr(measure, "_REPEATS", 1)  # medians of several are tested below
     monkeypatch.setattr(measure, "_REST_OUTPUT", 48)
     file = tmp_path / "profile.json"
     prompts = tmp_path / "prompts.jsonl"
