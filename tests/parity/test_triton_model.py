@@ -163,7 +163,7 @@ KEPT = [
 def test_codes_of_checkpoints_stay_as_they_are(tmp_path: Path, name: str) -> None:
     """The model of the weights as floats, in the memory that codes take. Q4_1 and its like are GGUF files."""
     if name.startswith("Q"):
-        folder = Path(save_llama(tmp_path / "model", seed=1))
+        folder = Path(save_llama(tmp_path / "model", seed=1, hidden_size=64, intermediate_size=64))
         weights = convert(folder, tmp_path / "m.gguf", "llama", name)
         quantized, plain = tmp_path / "m.gguf", meant(folder, weights, tmp_path / "plain")
     else:
