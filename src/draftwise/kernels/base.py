@@ -52,6 +52,9 @@ class Ops(ABC):
 
     most_head_dim: int | None = None
     """The widest heads that `qkv_rope_write` takes; None: any."""
+    wide_experts = False
+    """Whether experts of a mixture may be of the forms that kernels of whole zeros hold as two layers
+    (`QuantizedWeight.is_wide`)."""
     draws_chains = False
     """Whether `draw_chains` may be called."""
 

@@ -39,7 +39,7 @@ def load_linear(
         bias: declared likewise, [outputs].
         paired: `Ops.pack_gate_up` rather than `Ops.pack_linear`.
         order: which output of the checkpoint stands where, int64 [outputs]; None: as they are.
-        expert: of a mixture, whose kernels have no layers that are held as two: these become floats.
+        expert: of a mixture. Without `Ops.wide_experts` layers that are held as two become floats.
     """
     plan.fill(weight)
     if bias is not None:
@@ -49,7 +49,7 @@ def load_linear(
         codes = weight.weight()
         if order is not None:
             codes = codes.in_order(order)
-        if expert and codes.is_wide:
+        if expert and codes.is_wide and not ops.wide_experts:
             codes = QuantizedWeight.of_values(codes.dequantize())
         return ops.pack_quantized(codes, bias, dynamic=weight.dynamic, paired=paired)
     if order is not None:

@@ -1,5 +1,6 @@
-"""Checkpoints whose weights are fp8 (e4m3) with few scales. Kernels take them as floats, but for one scale per output
-(`checkpoint.Fp8Format`), and rows as they are: scales of activations are not read."""
+"""Checkpoints whose weights are fp8 (e4m3) with few scales. Triton's kernels keep the codes; a
+CPU takes them as floats. Rows stay as they are, but for one scale per output (`checkpoint.Fp8Format`) on a GPU: scales
+of activations are not read."""
 
 from __future__ import annotations
 

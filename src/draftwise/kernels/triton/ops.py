@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +27,8 @@ from draftwise.kernels.triton.tiling import Tiling
 from draftwise.quantization.scheme import Scheme
 from draftwise.quantization.weights import QuantizedWeight, quantize
 
+logger = logging.getLogger("draftwise")
+
 
 @dataclass(slots=True, eq=False)
 class TritonNorm(Norm):
@@ -39,6 +43,15 @@ class TritonRope(Rope):
     """``table`` [positions, 2, D / 2] float32: cosines, sines."""
 
     table: Tensor
+
+
+@functools.cache
+def _say_rows_stay() -> None:
+    """Once per process."""
+    logger.warning(
+        "quantization: rows are not rounded where the checkpoint's codes have a scale per group: on a GPU there are "
+        "products of rounded rows with a scale per output alone"
+    )
 
 
 class TritonOps(AttendingOps):
@@ -57,6 +70,8 @@ class TritonOps(AttendingOps):
         ConfigError: int4 weights with rounded rows, for which there is no kernel; or ``batch_invariant`` without the
             kernel of products.
     """
+
+    wide_experts = True
 
     def __init__(
         self,
@@ -119,7 +134,10 @@ class TritonOps(AttendingOps):
         if not self._products or not can_pack(weight):  # the products are those of floats
             return self._pack(weight.dequantize(self._dtype).to(self._device), bias, None)
         # weights that have this form already, or were rounded to it before and come back from disk
-        dynamic = (dynamic or (self._scheme is not None and self._scheme.dynamic)) and weight.group is None
+        asked = self._scheme is not None and self._scheme.dynamic
+        if asked and weight.group is not None:
+            _say_rows_stay()
+        dynamic = (dynamic or asked) and weight.group is None
         invariant = self._batch_invariant
         return pack_quantized(weight, bias, self._tiling, self._device, dynamic=dynamic, invariant=invariant)
 

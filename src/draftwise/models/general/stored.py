@@ -177,7 +177,7 @@ class QuantizedLayer(StoredLayer):
         known.clear()
         weight = stack_rows(parts)
         del parts
-        if expert and weight.is_wide:
+        if expert and weight.is_wide and not ops.wide_experts:
             weight = QuantizedWeight.of_values(weight.dequantize())
         return ops.pack_quantized(weight, bias, dynamic=self.form.dynamic, paired=paired)
 
@@ -343,7 +343,7 @@ def pack_stored(
         layers: each with its rows that are wanted, int64, in order; None: all, as they are.
         bias: of the rows that are wanted.
         paired: `Ops.pack_gate_up` rather than `Ops.pack_linear`.
-        expert: of a mixture, whose kernels have no layers that are held as two: these become floats.
+        expert: of a mixture. Without `Ops.wide_experts` layers that are held as two become floats.
 
     Raises:
         ModelLoadError: one of them cannot be read.
