@@ -197,6 +197,16 @@ def main() -> None:
             BLOCK_N=64,
             BLOCK_K=64 if group in (1, 128) else 32,
         )
+        if bits < 16:
+            build(
+                linear.widen,
+                f"{weight} *fp32 {more} *bf16 i32 i32 i32 i32",
+                GROUP=group,
+                BITS=bits,
+                NUMBERS=numbers,
+                BLOCK_N=64,
+                BLOCK_K=64 if group in (1, 128) else 32,
+            )
     codes()
     verification()
     between_passes()

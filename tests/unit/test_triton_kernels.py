@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from draftwise.kernels.base import HeadShape
 from draftwise.kernels.torch_ops import TorchOps
+from draftwise.kernels.triton import linear as products
 from draftwise.kernels.triton import rows
 from draftwise.kernels.triton.availability import interpreted
 from draftwise.kernels.triton.linear import (
@@ -187,6 +188,23 @@ def test_linear_formats(dtype: torch.dtype, outputs: int, inputs: int) -> None:
         assert linear(x[:0], layer).shape == (0, outputs)
         wide = linear(x, layer, dtype=torch.float32)
         torch.testing.assert_close(wide, expected, atol=top * 1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (53, 70)])
+def test_codes_are_widened_for_many_rows(
+    dtype: torch.dtype, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some outputs at a time: of 53, 48 and 5, or fewer."""
+    x, bias = random(7, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=11)
+    for layer, weight in layers(outputs, inputs, dtype)[1:]:
+        layer.bias = bias
+        expected = torch.nn.functional.linear(x, weight.to(dtype), bias)
+        top = float(expected.abs().max())
+        for room in (1, 48 * inputs * dtype.itemsize):
+            monkeypatch.setattr(products, "_WIDENED_BYTES", room)
+            found = products.widened(x, layer, torch.empty_like(expected))
+            torch.testing.assert_close(found, expected, atol=top * LIMITS[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -209,6 +209,60 @@ def add_parts(
     tl.store(out + row * outputs + n, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["first", "count", "groups"])
+def widen(
+    weight,
+    scales,
+    more,
+    out,
+    first,
+    count,
+    inputs,
+    groups,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_K inputs of BLOCK_N of the ``count`` outputs from ``first`` on, as the numbers that `linear`'s codes stand
+    for: ``out`` [count, K]."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = row < count
+    n = first + row
+    start = tl.program_id(1) * BLOCK_K
+    to = out + row.to(tl.int64)[None, :] * inputs
+    which = n * groups + start // GROUP
+    if BITS == 4:
+        HALF: tl.constexpr = BLOCK_K // 2
+        j = tl.arange(0, HALF)
+        row_bytes = (inputs + BLOCK_K - 1) // BLOCK_K * HALF
+        at = n.to(tl.int64)[None, :] * row_bytes + start // 2 + j[:, None]
+        codes = tl.load(weight + at, mask=in_n[None, :], other=0).to(tl.int32)
+        for half in tl.static_range(2):
+            k = start + half * HALF + j
+            # the next group, if half a block is one, which the last block may lack
+            group = which + (half if HALF >= GROUP else 0)
+            there = in_n & (start + half * HALF < inputs)
+            values = numbers_of((codes >> (4 * half)) & 15, more, group, there, NUMBERS).to(tl.float32)
+            values = values * tl.load(scales + group, mask=there, other=0.0)[None, :]
+            if NUMBERS == 3:
+                values += tl.load(more + group, mask=there, other=0.0)[None, :]
+            tl.store(
+                to + k[:, None], values.to(out.dtype.element_ty), mask=there[None, :] & (k < inputs)[:, None]
+            )
+    else:
+        k = start + tl.arange(0, BLOCK_K)
+        inside = in_n[None, :] & (k < inputs)[:, None]
+        values = tl.load(weight + n.to(tl.int64)[None, :] * inputs + k[:, None], mask=inside, other=0.0)
+        if weight.dtype.element_ty == tl.uint8:
+            values = from_fp8(values)
+        if GROUP == 1:
+            which = n
+        values = values.to(tl.float32) * tl.load(scales + which, mask=in_n, other=0.0)[None, :]
+        tl.store(to + k[:, None], values.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def quantize_rows(x, codes, scales, size, stride, FLOATS: tl.constexpr, BLOCK: tl.constexpr):
     """One row to int8, or to the bytes of fp8 (FLOATS), with a scale of its own: its largest magnitude becomes 127 or
