@@ -96,7 +96,10 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("part", LAUNCHED)
+# the profile takes six minutes in the interpreter, a third of all tests there; its parts are those of the others
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.slow if part == "profile" else []) for part in LAUNCHED]
+)
 def test_a_part_of_the_benchmark_comes_to_its_end(launches: Launches, device: FakeCuda, part: str) -> None:
     report = command.run_part(part, "cuda", True)
     assert report.error is None and report.lines and report.skipped is None
