@@ -80,8 +80,9 @@ def run(args: argparse.Namespace) -> int:
         print_json(facts)
     else:
         _print_facts(facts)
+        width = max((len(check.name) for check in checks), default=0) + 2
         for check in checks:
-            print(f"{check.name:<32}{check}")
+            print(f"{check.name:<{width}}{check}")
     return 0 if all(check.right for check in checks) else 1
 
 
@@ -105,7 +106,7 @@ def _check(config: EngineConfig) -> list[KernelCheck]:
         latent=model.latent is not None,
     )  # fmt: skip
     triton = on_triton(device, untested=True)
-    checks = check_kernels(ops, model, scheme, adapters=triton, stored=True)
+    checks = check_kernels(ops, model, scheme, adapters=triton, stored=triton)
     if triton:
         checks += check_steps(device, model.vocab_size, config.block_size)
     return checks

@@ -225,10 +225,10 @@ def _bytes(integers: QuantizedWeight) -> QuantizedWeight:
 
 
 _FORMS: Final = {
-    "4 bits with zeros in groups of 32": _zeros,
-    "4 bits with offsets in groups of 32": _offsets,
-    "4 bits by a table in groups of 16": _levels,
-    "8 bits in groups of 32": _bytes,
+    "4 bits, zeros": _zeros,
+    "4 bits, offsets": _offsets,
+    "4 bits, a table": _levels,
+    "8 bits in groups": _bytes,
 }
 """Forms of checkpoints, made of one in groups of 32 without zeros, which is compared where layers are rounded to it."""
 
