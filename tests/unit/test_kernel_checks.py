@@ -107,11 +107,11 @@ class WrongForms(TorchOps):
 def test_forms_of_checkpoints_are_compared_where_there_are_codes() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         checks = check_kernels(default_ops(dtype, CPU), CONFIG, stored=True)
-        assert wrong(checks) == set() and sum(" bits" in check.name for check in checks) == 8
+        assert wrong(checks) == set() and sum(" bits" in check.name for check in checks) == 12
         assert not any(" bits" in check.name for check in check_kernels(default_ops(dtype, CPU), CONFIG))
     found = check_kernels(WrongForms(torch.float32, CPU), CONFIG, stored=True)
     forms = ("4 bits, offsets", "4 bits, a table")
-    assert wrong(found) == {f"linear, {form}, {rows} rows" for form in forms for rows in (1, 80)}
+    assert wrong(found) == {f"linear, {form}, {rows} rows" for form in forms for rows in (1, 80, 256)}
     assert {check.kernel for check in found if not check.right} == {"linear"}
 
 

@@ -36,6 +36,9 @@ when it is rounded once; queries, scores and results are rounded one after the o
 _ROWS: Final = (1, 7, 80)
 """Rows of a product: one request, a few with drafts, a chunk of a prompt. Kernels choose other ways for them."""
 
+_MANY: Final = 256
+"""Rows of a long chunk, for which a GPU widens codes before their product (`kernels.triton.linear.WIDENED_ROWS`)."""
+
 _VOCAB: Final = 8192
 """Rows of the output layer that are compared, at most: all of a large one would take gigabytes beside the model."""
 
@@ -157,7 +160,7 @@ def _adapter_cases(ops: Ops, config: ModelConfig) -> Iterator[tuple[str, str, Ca
 
 def _stored_cases(ops: Ops, config: ModelConfig) -> Iterator[tuple[str, str, Callable[[], _Pair]]]:
     for form in _FORMS:
-        for rows in (_ROWS[0], _ROWS[-1]):
+        for rows in (_ROWS[0], _ROWS[-1], _MANY):
             yield "linear", f"linear, {form}, {rows} rows", partial(_stored, ops, config, rows, form)
 
 

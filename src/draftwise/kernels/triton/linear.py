@@ -112,6 +112,11 @@ class TritonLinear(Linear):
         self.part_inputs = self.tiling.part_inputs(self.weight.shape[0], self.inputs, self.block_k)
 
     @property
+    def groups(self) -> int:
+        """Groups of an output's inputs, each with a scale."""
+        return 1 if self.scales is None or self.scales.dim() == 1 else self.scales.shape[1]
+
+    @property
     def num_bytes(self) -> int:
         held = (None if self.shared else self.weight, self.bias, self.scales, self.more)
         return sum(part.numel() * part.element_size() for part in held if part is not None)
@@ -224,8 +229,7 @@ def linear(
         "CODES": layer.dynamic,
         "HAS_BIAS": layer.bias is not None,
     }
-    groups = 1 if layer.group == 1 else scales.shape[1]
-    sizes = (rows, outputs, layer.inputs, x.stride(0), groups, layer.part_inputs)
+    sizes = (rows, outputs, layer.inputs, x.stride(0), layer.groups, layer.part_inputs)
     device.linear.linear[(-(-outputs // tiling.block_n), -(-rows // tiling.block_m), parts if apart else 1)](
         x,
         row_scales,
@@ -268,7 +272,6 @@ def widened(x: Tensor, layer: TritonLinear, out: Tensor) -> Tensor:
     floats = x.new_empty(at_once, inputs)
     assert layer.scales is not None
     weight, more = _readable(layer.weight), layer.more
-    groups = 1 if layer.group == 1 else layer.scales.shape[1]
     for first in range(0, outputs, at_once):
         part = floats[: outputs - first]
         tiles = -(-len(part) // layer.tiling.block_n)
@@ -280,7 +283,7 @@ def widened(x: Tensor, layer: TritonLinear, out: Tensor) -> Tensor:
             first,
             len(part),
             inputs,
-            groups,
+            layer.groups,
             GROUP=layer.group,
             BITS=layer.bits,
             NUMBERS=int(layer.numbers),
